@@ -1,0 +1,40 @@
+"""Where log-probabilities come from: `base` is the protocol, `llama_cpp` runs GGUF files, `fake` needs no weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from metachunk_edge.backends.base import Backend
+from metachunk_edge.errors import SettingsError
+
+if TYPE_CHECKING:
+    from metachunk_edge.catalogue import ModelFile
+
+__all__ = ["Device", "load_backend"]
+
+Device = Literal["auto", "cpu", "gpu"]
+
+
+def load_backend(
+    model: ModelFile, *, device: Device = "auto", threads: int | None = None, context_length: int = 2_048
+) -> Backend:
+    """Load a model file into the engine that runs it.
+
+    Args:
+        model: a GGUF file, from `catalogue.find_model`.
+        device: "gpu" puts all layers on the GPU, "auto" does so where this build and machine have one.
+        threads: CPU threads; None: one per physical core that this process may use.
+        context_length: how many entries the KV cache holds.
+
+    Raises:
+        SettingsError: the device is unknown, or `threads` is below 1.
+        ModelFileError: the engine cannot load the file.
+        DeviceError: "gpu" was asked for and there is none.
+    """
+    if device not in get_args(Device):
+        raise SettingsError(f"device must be one of {', '.join(get_args(Device))}, got {device!r}")
+    if threads is not None and threads < 1:
+        raise SettingsError(f"threads must be at least 1, got {threads}")
+    from metachunk_edge.backends.llama_cpp import LlamaCppBackend
+
+    return LlamaCppBackend(model, device=device, threads=threads, context_length=context_length)

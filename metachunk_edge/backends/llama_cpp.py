@@ -1,0 +1,400 @@
+"""GGUF files through llama.cpp, by the low-level interface of llama-cpp-python.
+
+Own batches, own KV cache policy, and log-probabilities reduced a few rows at a time: a document's logits are never
+held (151,936 × 4 bytes a token for Qwen). A model can have several contexts; each session has one to itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import numpy as np
+import psutil
+
+from metachunk_edge.backends.base import MAX_PACKED, N_SINKS
+from metachunk_edge.errors import BackendError, DeviceError, ModelFileError, SettingsError
+from metachunk_edge.types import FloatArray, IntArray, TokenIds
+
+if TYPE_CHECKING:
+    from metachunk_edge.backends import Device
+    from metachunk_edge.catalogue import ModelFile
+
+__all__ = ["LlamaCppBackend", "default_threads", "gpu_devices", "reduce_logits"]
+
+BLOCK_SIZE = 128
+"""Tokens per call. 256 is no faster on CPUs without AVX-512 and takes 300 MB more for the 0.5B model."""
+
+ROW_MULTIPLE = 8
+"""Every document's last block is padded to a multiple of so many rows. llama.cpp's kernels take rows in groups: with
+this, a document's scores are the same to the bit whether it shares a batch or not."""
+
+_ROWS_AT_ONCE = 4  # 4 × 151,936 float32 stay in the processor's cache
+_NFC_TOKENIZERS = {"qwen2", "deepseek-r1-qwen"}  # pre-tokenizers whose original normalizes; llama.cpp's does not
+
+_engine_lock = threading.Lock()
+_engine_messages: deque[str] = deque(maxlen=20)
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _keep_message(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+    if level >= 3:  # warnings and errors: the reason when a call fails
+        _engine_messages.append(text.decode("utf-8", errors="replace").strip())
+
+
+class LlamaTokenizer:
+    """See `backends.base.Tokenizer`."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._vocabulary = llama_cpp.llama_model_get_vocab(model)
+        self._byte_lengths: dict[int, int] = {}
+        self.name = name
+        self.normalizes_to_nfc = _metadata(model, "tokenizer.ggml.pre") in _NFC_TOKENIZERS
+        beginning = llama_cpp.llama_vocab_bos(self._vocabulary)
+        self.prefix_id: int = beginning if beginning >= 0 else llama_cpp.llama_vocab_eot(self._vocabulary)
+
+    def tokenize(self, text: bytes) -> tuple[TokenIds, IntArray]:
+        """Encode UTF-8 text as ordinary text; control-token strings in it get no meaning."""
+        buffer = (llama_cpp.llama_token * (len(text) + 1))()
+        n_tokens = llama_cpp.llama_tokenize(self._vocabulary, text, len(text), buffer, len(buffer), False, False)
+        if n_tokens < 0:
+            raise BackendError(f"The tokenizer of {self.name} failed on a text of {len(text)} bytes.")
+        ids = np.ctypeslib.as_array(buffer)[:n_tokens].astype(np.int32)
+        lengths = np.fromiter(map(self._byte_length, ids.tolist()), np.int64, n_tokens)
+        return ids, lengths
+
+    def _byte_length(self, token: int) -> int:
+        if token not in self._byte_lengths:
+            size = llama_cpp.llama_token_to_piece(self._vocabulary, token, None, 0, 0, True)
+            self._byte_lengths[token] = abs(size)
+        return self._byte_lengths[token]
+
+
+class LlamaCppBackend:
+    """See `backends.base.Backend`.
+
+    Raises:
+        ModelFileError: llama.cpp cannot load the file, or it is of a kind that cannot be scored.
+        DeviceError: device "gpu" in a build or on a machine without one.
+    """
+
+    def __init__(
+        self, model: ModelFile, *, device: Device = "auto", threads: int | None = None, context_length: int = 2_048
+    ) -> None:
+        self.block_size = BLOCK_SIZE
+        self.row_multiple = ROW_MULTIPLE
+        self.context_length = context_length
+        self._file = model
+        self._device = _choose_device(device)
+        self._threads = threads or default_threads()
+        self._lock = threading.Lock()
+        self._idle: list[_Context] = []
+        self._model = _load(model.path, on_gpu=self._device != "cpu")
+        self.tokenizer = LlamaTokenizer(self._model.pointer, model.name)
+        self.position_limit: int = llama_cpp.llama_model_n_ctx_train(self._model.pointer)
+        if context_length > self.position_limit:
+            raise SettingsError(
+                f"context_length must be at most {self.position_limit} for {model.name}, got {context_length}"
+            )
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What is recorded with each result."""
+        return {
+            "name": self._file.name,
+            "precision": self._file.precision,
+            "sha256": self._file.sha256,
+            "backend": f"llama-cpp-python {llama_cpp.__version__}",
+            "device": self._device,
+            "threads": self._threads,
+            "block_size": self.block_size,
+        }
+
+    def open_session(self) -> LlamaSession:
+        """Return a session. Sessions may be open at the same time; each then holds a context of its own."""
+        return LlamaSession(self)
+
+    def score_packed(self, documents: Sequence[TokenIds]) -> list[FloatArray]:
+        """See `backends.base.Backend`."""
+        with self.open_session() as session:
+            return session.score_packed(documents, self.tokenizer.prefix_id)
+
+    def take_context(self) -> _Context:
+        """Lend a context, with an empty cache, to a session."""
+        with self._lock:
+            context = self._idle.pop() if self._idle else None
+        return context or _Context(self._model, self.context_length, self.block_size, self._threads, self._device)
+
+    def give_back(self, context: _Context) -> None:
+        """Take a context back; one is kept for the next session."""
+        context.clear()
+        with self._lock:
+            if not self._idle:
+                self._idle.append(context)
+
+
+class _Model:
+    """A loaded model, freed with the last reference to it."""
+
+    def __init__(self, pointer: Any) -> None:
+        self.pointer = pointer
+        self._finalizer = weakref.finalize(self, llama_cpp.llama_model_free, pointer)
+
+
+class _Context:
+    """A llama.cpp context with its batch; its lock keeps two threads from feeding it at once."""
+
+    def __init__(self, model: _Model, context_length: int, block_size: int, threads: int, device: str) -> None:
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx = context_length + ROW_MULTIPLE
+        parameters.n_batch = parameters.n_ubatch = block_size
+        parameters.n_seq_max = MAX_PACKED
+        parameters.kv_unified = True  # all sequences share the cells; by default each would get a 32nd of them
+        parameters.n_threads = parameters.n_threads_batch = threads
+        if device == "cpu":
+            parameters.op_offload = parameters.offload_kqv = False
+            _switch_off_flash_attention(parameters)
+        with _engine_lock:
+            self._pointer = llama_cpp.llama_init_from_model(model.pointer, parameters)
+        if not self._pointer:
+            raise BackendError(f"llama.cpp made no context of {context_length} tokens: {_last_message()}")
+        self._model = model  # a context must not outlive its model
+        self._memory = llama_cpp.llama_get_memory(self._pointer)
+        self._n_vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
+        self._batch = llama_cpp.llama_batch_init(block_size, 0, 1)
+        self._scratch = np.empty((_ROWS_AT_ONCE, self._n_vocabulary), np.float32)
+        self._lock = threading.Lock()
+        self._finalizers = (
+            weakref.finalize(self, llama_cpp.llama_free, self._pointer),
+            weakref.finalize(self, llama_cpp.llama_batch_free, self._batch),
+        )
+
+    def clear(self) -> None:
+        llama_cpp.llama_memory_clear(self._memory, False)
+
+    def make_room(self, keep_from: int, shift: int) -> None:
+        """Drop and move cache entries of sequence 0; see `backends.base.Session.advance`."""
+        with self._lock:
+            if keep_from > N_SINKS:
+                llama_cpp.llama_memory_seq_rm(self._memory, 0, N_SINKS, keep_from)
+            if shift:
+                if not llama_cpp.llama_memory_can_shift(self._memory):
+                    raise BackendError("This model cannot move its KV cache: use the window policy 'strided'.")
+                llama_cpp.llama_memory_seq_add(self._memory, 0, keep_from, -1, -shift)
+
+    def score(self, parts: Sequence[_Part]) -> FloatArray:
+        """Decode one batch and return ln p of all parts' targets, one after the other, float32 [n_targets]."""
+        ids, positions, sequences, wanted = map(np.concatenate, zip(*map(_padded, count(), parts), strict=True))
+        targets = np.concatenate([part.targets for part in parts])
+        n_rows = len(ids)
+        with self._lock:
+            batch = self._batch
+            batch.n_tokens = n_rows
+            _view(batch.token, n_rows)[:] = ids
+            _view(batch.pos, n_rows)[:] = positions
+            _view(batch.n_seq_id, n_rows)[:] = 1
+            _view(batch.logits, n_rows)[:] = wanted
+            for row, sequence in enumerate(sequences.tolist()):
+                batch.seq_id[row][0] = sequence
+            status = llama_cpp.llama_decode(self._pointer, batch)
+            if status != 0:
+                raise BackendError(f"llama.cpp failed to decode {n_rows} tokens (status {status}): {_last_message()}")
+            for sequence, part in enumerate(parts):
+                llama_cpp.llama_memory_seq_rm(self._memory, sequence, part.position + len(part.ids), -1)
+            if not len(targets):
+                return np.empty(0, np.float32)
+            address = ctypes.cast(llama_cpp.llama_get_logits(self._pointer), ctypes.POINTER(ctypes.c_float))
+            logits = np.ctypeslib.as_array(address, (len(targets), self._n_vocabulary))
+            return reduce_logits(logits, targets, self._scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One sequence's share of a batch: inputs from `position` on, and the targets behind the last of them."""
+
+    ids: TokenIds
+    targets: TokenIds
+    position: int
+
+
+def _padded(sequence: int, part: _Part) -> tuple[TokenIds, IntArray, IntArray, IntArray]:
+    """Ids, positions, sequences, and which rows are wanted; padding stands behind the part, where nothing sees it."""
+    n_rows = -(-len(part.ids) // ROW_MULTIPLE) * ROW_MULTIPLE
+    rows = np.arange(n_rows)
+    ids = np.concatenate([part.ids, np.repeat(part.ids[:1], n_rows - len(part.ids))])
+    wanted = (rows >= len(part.ids) - len(part.targets)) & (rows < len(part.ids))
+    return ids, part.position + rows, np.full(n_rows, sequence), wanted.astype(np.int64)
+
+
+class LlamaSession:
+    """See `backends.base.Session`."""
+
+    def __init__(self, backend: LlamaCppBackend) -> None:
+        self._backend = backend
+        self._context = backend.take_context()
+
+    def __enter__(self) -> LlamaSession:
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._backend.give_back(self._context)
+
+    def restart(self) -> None:
+        """Empty the KV cache."""
+        self._context.clear()
+
+    def advance(self, ids: TokenIds, targets: TokenIds, *, position: int, keep_from: int, shift: int) -> FloatArray:
+        """See `backends.base.Session`."""
+        self._context.make_room(keep_from, shift)
+        return self._context.score([_Part(ids, targets, position)])
+
+    def score_packed(self, documents: Sequence[TokenIds], prefix_id: int) -> list[FloatArray]:
+        """See `LlamaCppBackend.score_packed`."""
+        parts = [_Part(np.concatenate([[prefix_id], ids[:-1]]).astype(np.int32), ids, 0) for ids in documents]
+        logprobs = self._context.score(parts)
+        return np.split(logprobs, np.cumsum([len(ids) for ids in documents])[:-1])
+
+
+def reduce_logits(logits: FloatArray, targets: TokenIds, scratch: FloatArray) -> FloatArray:
+    """Return ln softmax(logits)[target] for each row, in float32 with a stable log-sum-exp.
+
+    Args:
+        logits: float32 [n, vocabulary].
+        targets: int32 [n].
+        scratch: float32 [rows, vocabulary], overwritten; so many rows are reduced at once.
+
+    Raises:
+        BackendError: a result is not a finite number.
+    """
+    logprobs = np.empty(len(targets), np.float32)
+    for start in range(0, len(targets), len(scratch)):
+        rows = logits[start : start + len(scratch)]
+        part = scratch[: len(rows)]
+        highest = rows.max(axis=1)
+        np.subtract(rows, highest[:, None], out=part)
+        np.exp(part, out=part)
+        chosen = rows[np.arange(len(rows)), targets[start : start + len(rows)]]
+        logprobs[start : start + len(rows)] = chosen - highest - np.log(part.sum(axis=1))
+    if not np.isfinite(logprobs).all():
+        raise BackendError(
+            "The model returned values that are not numbers; the device's half-precision arithmetic overflows with "
+            "this model, or the file is damaged: try --device cpu, and `metachunk-edge models verify`."
+        )
+    return logprobs
+
+
+def default_threads() -> int:
+    """Return the number of physical cores within this process's CPU affinity and control-group quota."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or affinity
+    return max(1, min(affinity, physical, _quota()))
+
+
+def _quota() -> int:
+    """CPUs that a Linux control group (a container's limit) grants, rounded up; many where there is no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        if quota != "max":
+            return -(-int(quota) // int(period))
+    except (OSError, ValueError):
+        pass  # no control groups of version 2 here
+    return 1_024
+
+
+def gpu_devices() -> list[str]:
+    """Return the descriptions of the GPUs that this build of llama.cpp can use."""
+    if not llama_cpp.llama_supports_gpu_offload():
+        return []
+    from llama_cpp._ggml import libggml
+
+    libggml.ggml_backend_dev_get.restype = libggml.ggml_backend_dev_description.restype = ctypes.c_void_p
+    libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    libggml.ggml_backend_dev_description.argtypes = libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_dev_description.restype = ctypes.c_char_p
+    devices = [libggml.ggml_backend_dev_get(number) for number in range(libggml.ggml_backend_dev_count())]
+    names = [libggml.ggml_backend_dev_description(device) for device in devices if _is_gpu(libggml, device)]
+    return [name.decode("utf-8", errors="replace") for name in names]
+
+
+def _is_gpu(library: Any, device: int) -> bool:
+    return int(library.ggml_backend_dev_type(device)) in (1, 2)  # GPU, integrated GPU
+
+
+def _choose_device(device: Device) -> str:
+    if device == "cpu":
+        return "cpu"
+    gpus = gpu_devices()
+    if gpus:
+        return f"gpu: {gpus[0]}"
+    if device == "gpu":
+        why = (
+            "llama.cpp finds no GPU on this machine"
+            if llama_cpp.llama_supports_gpu_offload()
+            else "this build of llama-cpp-python has no GPU support (reinstall it with CMAKE_ARGS=-DGGML_CUDA=on, "
+            "-DGGML_VULKAN=on or -DGGML_METAL=on)"
+        )
+        raise DeviceError(f"There is no GPU to use: {why}; or use --device cpu.")
+    return "cpu"
+
+
+def _load(path: Path, *, on_gpu: bool) -> _Model:
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.n_gpu_layers = 999 if on_gpu else 0
+    with _engine_lock:
+        llama_cpp.llama_log_set(_keep_message, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        _engine_messages.clear()
+        pointer = llama_cpp.llama_model_load_from_file(str(path).encode("utf-8"), parameters)
+    if not pointer:
+        raise ModelFileError(f"{path} cannot be loaded: {_last_message()}.")
+    model = _Model(pointer)
+    _check_kind(pointer, path)
+    return model
+
+
+def _check_kind(model: Any, path: Path) -> None:
+    if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_model_has_decoder(model):
+        raise ModelFileError(f"{path} is no language model that predicts the next token: use a decoder such as Qwen2.")
+    if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
+        raise ModelFileError(f"{path} is a recurrent model, whose memory has no windows: use a transformer such as Qwen2.")
+    vocabulary = llama_cpp.llama_model_get_vocab(model)
+    if llama_cpp.llama_vocab_type(vocabulary) != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
+        raise ModelFileError(f"{path} has no byte-level tokenizer: use a model such as Qwen2, Llama 3 or SmolLM2.")
+
+
+def _metadata(model: Any, key: str) -> str:
+    buffer = ctypes.create_string_buffer(256)
+    size = llama_cpp.llama_model_meta_val_str(model, key.encode("ascii"), buffer, len(buffer))
+    return buffer.value.decode("utf-8", errors="replace") if size >= 0 else ""
+
+
+def _last_message() -> str:
+    return _engine_messages[-1].rstrip(".") if _engine_messages else "llama.cpp gave no reason"
+
+
+def _switch_off_flash_attention(parameters: Any) -> None:
+    # On the CPU its kernel depends on the number of rows, one of them sums in half precision, and it is no faster.
+    if hasattr(parameters, "flash_attn_type"):
+        parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    else:  # llama-cpp-python 0.3.16
+        parameters.flash_attn = False
+
+
+def _view(pointer: Any, length: int) -> Any:
+    return np.ctypeslib.as_array(pointer, (length,))
