@@ -269,9 +269,7 @@ def _first_cut(cut: int, previous: dict[int, int], first: int) -> int:
     return cut
 
 
-def _settle(
-    pending: deque[MergeUnit], settled: int, previous: dict[int, int], first: int
-) -> Iterator[list[MergeUnit]]:
+def _settle(pending: deque[MergeUnit], settled: int, previous: dict[int, int], first: int) -> Iterator[list[MergeUnit]]:
     """Take the chunks before the settled cut out of `pending`."""
     cuts = [settled]
     while cuts[-1] > first:

@@ -19,8 +19,11 @@ from metachunk_edge.tokens import encode, encode_stream, join_encodings
 from metachunk_edge.types import Block, Encoding, FloatArray, IntArray, TokenIds
 from metachunk_edge.windows import plan_blocks
 
-__all__ = ["ScoredSentence", "ScoredTokens", "align", "score_tokens", "scored_sentences"]
+__all__ = ["OnTokens", "ScoredSentence", "ScoredTokens", "align", "score_documents", "score_tokens", "scored_sentences"]
 
+
+OnTokens = Callable[[int, int], None]
+"""Called after each block with the number of tokens in it, and the character of the document that was reached."""
 
 _LONGEST_TOKEN = 16  # characters; a longer text is taken for a long one without counting its tokens
 
@@ -61,11 +64,11 @@ def scored_sentences(
     language: str,
     window: str,
     context_length: int,
-    on_tokens: Callable[[int], None] | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> Iterator[ScoredSentence]:
     """Score a stream of text, sentence by sentence.
 
-    `on_tokens` is called with the number of tokens after each block. Everything else: see `Settings`.
+    Everything but `on_tokens` is described in `Settings`.
     """
     blocks = plan_blocks(
         None,
@@ -78,7 +81,9 @@ def scored_sentences(
     texts = _remember_sentences(passages(pieces, language=language), waiting)
     encodings = encode_stream(texts, backend.tokenizer)
     with backend.open_session() as session:
-        scored = score_tokens(encodings, session, blocks, prefix_id=backend.tokenizer.prefix_id, context_length=context_length)
+        scored = score_tokens(
+            encodings, session, blocks, prefix_id=backend.tokenizer.prefix_id, context_length=context_length
+        )
         yield from align(waiting, _reported(scored, on_tokens))
 
 
@@ -89,7 +94,7 @@ def score_documents(
     language: str,
     window: str,
     context_length: int,
-    on_tokens: Callable[[int], None] | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> Iterator[list[ScoredSentence]]:
     """Score many texts, in order. Short ones share a batch; the scores are those of `scored_sentences`."""
     together: list[tuple[str, Encoding]] = []
@@ -112,7 +117,7 @@ def score_documents(
 
 
 def _score_packed(
-    documents: list[tuple[str, Encoding]], backend: Backend, language: str, on_tokens: Callable[[int], None] | None
+    documents: list[tuple[str, Encoding]], backend: Backend, language: str, on_tokens: OnTokens | None
 ) -> Iterator[list[ScoredSentence]]:
     filled = [encoding.ids for _, encoding in documents if len(encoding.ids)]
     scores = iter(backend.score_packed(filled) if filled else [])
@@ -132,10 +137,10 @@ def _remember_sentences(source: Iterable[Passage], waiting: deque[tuple[int, int
         yield passage.text
 
 
-def _reported(scored: Iterable[ScoredTokens], on_tokens: Callable[[int], None] | None) -> Iterator[ScoredTokens]:
+def _reported(scored: Iterable[ScoredTokens], on_tokens: OnTokens | None) -> Iterator[ScoredTokens]:
     for tokens in scored:
-        if on_tokens is not None:
-            on_tokens(len(tokens.ids))
+        if on_tokens is not None and len(tokens.ids):
+            on_tokens(len(tokens.ids), int(tokens.offsets[-1, 1]))
         yield tokens
 
 

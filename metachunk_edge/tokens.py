@@ -21,7 +21,7 @@ from metachunk_edge.errors import BackendError
 from metachunk_edge.sentences import is_grapheme_boundary
 from metachunk_edge.types import Encoding, IntArray
 
-__all__ = ["encode", "encode_stream", "join_encodings", "model_text"]
+__all__ = ["encode", "encode_stream", "join_encodings", "model_text", "token_anchors"]
 
 _PIECE_CHARACTERS = 8_192
 
@@ -100,17 +100,19 @@ def _encode_piece(text: str, start: int, tokenizer: Tokenizer) -> Encoding:
     ends = started[byte_ends]
     if before is not None:
         starts, ends = before[starts], _ends_before(before, ends)
-    return Encoding(
-        ids=ids,
-        offsets=np.stack([starts, ends], axis=1).astype(np.int64) + start,
-        anchors=_anchors(text, starts, ends) + start,
-    )
+    offsets = np.stack([starts, ends], axis=1).astype(np.int64)
+    return Encoding(ids=ids, offsets=offsets + start, anchors=token_anchors(text, offsets) + start)
 
 
-def _anchors(text: str, starts: IntArray, ends: IntArray) -> IntArray:
-    characters = np.arange(len(text) + 1)
+def token_anchors(text: str, offsets: IntArray) -> IntArray:
+    """Return for each token its last character that is not white space, int64 [n_tokens]; its last one if all is.
+
+    >>> token_anchors("a b", np.array([[0, 2], [2, 3]]))
+    array([0, 2])
+    """
+    starts, ends = offsets[:, 0], offsets[:, 1]
     is_text = np.fromiter((not character.isspace() for character in text), bool, len(text))
-    last_text = np.maximum.accumulate(np.concatenate([[-1], np.where(is_text, characters[:-1], -1)]))
+    last_text = np.maximum.accumulate(np.concatenate([[-1], np.where(is_text, np.arange(len(text)), -1)]))
     anchors: IntArray = np.where(last_text[ends] >= starts, last_text[ends], np.maximum(ends - 1, starts))
     return anchors
 

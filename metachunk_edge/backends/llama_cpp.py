@@ -372,7 +372,9 @@ def _check_kind(model: Any, path: Path) -> None:
     if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_model_has_decoder(model):
         raise ModelFileError(f"{path} is no language model that predicts the next token: use a decoder such as Qwen2.")
     if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
-        raise ModelFileError(f"{path} is a recurrent model, whose memory has no windows: use a transformer such as Qwen2.")
+        raise ModelFileError(
+            f"{path} is a recurrent model, whose memory has no windows: use a transformer such as Qwen2."
+        )
     vocabulary = llama_cpp.llama_model_get_vocab(model)
     if llama_cpp.llama_vocab_type(vocabulary) != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
         raise ModelFileError(f"{path} has no byte-level tokenizer: use a model such as Qwen2, Llama 3 or SmolLM2.")

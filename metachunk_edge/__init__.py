@@ -1,0 +1,97 @@
+"""Cut documents for retrieval where a small language model says so: Meta-Chunking, offline, on your own machine.
+
+>>> from metachunk_edge import Chunker, Settings
+>>> chunker = Chunker.from_pretrained("qwen2.5-coder-0.5b-instruct", Settings(max_size=300))  # doctest: +SKIP
+>>> for chunk in chunker.chunk(text):  # doctest: +SKIP
+...     assert text[chunk.start : chunk.end] == chunk.text
+
+Read `chunker.py` first: it names the stages in order.
+"""
+
+from metachunk_edge.backends import Device
+from metachunk_edge.backends.base import Backend, Session, Tokenizer
+from metachunk_edge.backends.fake import FakeBackend
+from metachunk_edge.catalogue import (
+    DEFAULT_MODEL,
+    CatalogueEntry,
+    ModelFile,
+    cache_folder,
+    catalogue,
+    find_model,
+    pull,
+    remove,
+    verify,
+)
+from metachunk_edge.chunker import Chunker, cut
+from metachunk_edge.errors import (
+    BackendError,
+    DeviceError,
+    DocumentError,
+    DownloadError,
+    MetachunkError,
+    ModelError,
+    ModelFileError,
+    ModelNotFoundError,
+    ScoresError,
+    SettingsError,
+)
+from metachunk_edge.scores import read_scores, write_scores
+from metachunk_edge.scoring import ScoredSentence, ScoredTokens
+from metachunk_edge.settings import Settings
+from metachunk_edge.types import (
+    Alignment,
+    Block,
+    Chunk,
+    Encoding,
+    Sentence,
+    SentenceScores,
+    TokenScores,
+    Trace,
+    WindowPlan,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "Alignment",
+    "Backend",
+    "BackendError",
+    "Block",
+    "CatalogueEntry",
+    "Chunk",
+    "Chunker",
+    "Device",
+    "DeviceError",
+    "DocumentError",
+    "DownloadError",
+    "Encoding",
+    "FakeBackend",
+    "MetachunkError",
+    "ModelError",
+    "ModelFile",
+    "ModelFileError",
+    "ModelNotFoundError",
+    "ScoredSentence",
+    "ScoredTokens",
+    "ScoresError",
+    "Sentence",
+    "SentenceScores",
+    "Session",
+    "Settings",
+    "SettingsError",
+    "TokenScores",
+    "Tokenizer",
+    "Trace",
+    "WindowPlan",
+    "__version__",
+    "cache_folder",
+    "catalogue",
+    "cut",
+    "find_model",
+    "pull",
+    "read_scores",
+    "remove",
+    "verify",
+    "write_scores",
+]

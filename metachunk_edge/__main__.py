@@ -1,0 +1,5 @@
+"""`python -m metachunk_edge`: the same as the command `metachunk-edge`."""
+
+from metachunk_edge.cli import main
+
+main(prog_name="metachunk-edge")
