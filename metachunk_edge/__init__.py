@@ -18,11 +18,11 @@ from metachunk_edge.catalogue import (
     cache_folder,
     catalogue,
     find_model,
-    pull,
     remove,
     verify,
 )
 from metachunk_edge.chunker import Chunker, cut
+from metachunk_edge.download import pull
 from metachunk_edge.errors import (
     BackendError,
     DeviceError,

@@ -8,38 +8,53 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
+import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from metachunk_edge.errors import DocumentError, SettingsError
 
-__all__ = ["TEXT_PATTERNS", "Document", "DocumentFacts", "check_document", "find_documents", "read_document"]
+__all__ = [
+    "RECORD_NAME",
+    "STANDARD_INPUT",
+    "TEXT_PATTERNS",
+    "Document",
+    "DocumentFacts",
+    "check_document",
+    "find_documents",
+    "read_document",
+]
 
 TEXT_PATTERNS = ("*.txt", "*.text", "*.md", "*.markdown", "*.rst", "*.adoc", "*.org", "*.tex", "*.log")
 """Which files of a directory are taken for texts."""
 
-_OnBytes = Callable[[bytes], None]
-_STANDARD_INPUT = "-"
+RECORD_NAME = ".metachunk-edge.jsonl"
+"""The file that marks a directory of results (see `output.py`): nothing in it is taken for a text."""
+
+STANDARD_INPUT = "-"
+
 _READ_BYTES = 65_536
 _MARKS = (  # the longer ones first: UTF-32's begins with UTF-16's
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
-    (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 _KNOWN_BINARIES = (
     (b"%PDF-", "a PDF file"),
     (b"PK\x03\x04", "a ZIP archive (such as a Word or OpenDocument file)"),
-    (b"\xd0\xcf\x11\xe0", "an old Microsoft Office file"),
-    (b"\x1f\x8b", "a gzip archive"),
-    (b"\x89PNG", "a PNG picture"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1", "an old Microsoft Office file"),
+    (b"\x1f\x8b\x08", "a gzip archive"),
+    (b"\x89PNG\r\n", "a PNG picture"),
     (b"\xff\xd8\xff", "a JPEG picture"),
-    (b"GGUF", "a model file"),
-    (b"SQLite format 3", "a database"),
+    (b"GGUF\x02\0", "a model file"),
+    (b"GGUF\x03\0", "a model file"),
+    (b"SQLite format 3\0", "a database"),
 )
 
 
@@ -54,9 +69,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class DocumentFacts:
-    """What one reading of a file tells: its length in characters and the SHA-256 of its bytes."""
+    """What one reading of a file tells: its length in characters and bytes, and the SHA-256 of its bytes."""
 
     n_characters: int
+    n_bytes: int
     sha256: str
 
 
@@ -65,32 +81,66 @@ def find_documents(
 ) -> Iterator[Document | DocumentError]:
     """Yield the documents that the inputs stand for, in order; where there is none, the error that says why.
 
-    A directory stands for the files below it that match one of the patterns, hidden ones left out, sorted by path.
+    A directory stands for the files below it that match one of the patterns, in upper or lower case, sorted by path.
+    A pattern without a slash is held against a file's name, one with a slash against its path below the directory.
+    Left out are hidden files, directories behind links, and directories of results.
+
+    Raises:
+        SettingsError: a pattern is empty.
     """
-    for name in inputs:
-        path = Path(name)
-        if name == _STANDARD_INPUT:
-            yield Document("-", None, PurePosixPath("standard-input"))
-        elif path.is_dir():
-            yield from _in_directory(path, patterns)
-        elif path.exists():
-            yield Document(name, path, PurePosixPath(path.name))
+    if not all(patterns):
+        raise SettingsError("glob must be a pattern such as '*.txt', got ''")
+    for place, name in enumerate(inputs):
+        if name == STANDARD_INPUT and name in inputs[:place]:
+            yield DocumentError("-: standard input was named before and can be read only once.")
+        elif name == STANDARD_INPUT:
+            yield Document(STANDARD_INPUT, None, PurePosixPath("standard-input"))
+        elif not name:
+            yield DocumentError("'': an empty name; name a file or a directory ('.' is the current one).")
         else:
-            yield DocumentError(f"{name}: there is no such file or directory.")
+            yield from _at(Path(name), name, PurePosixPath(Path(name).name), patterns)
+
+
+def _at(
+    path: Path, source: str, relative: PurePosixPath, patterns: Sequence[str]
+) -> Iterator[Document | DocumentError]:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        what = "this link leads to a file that is not there" if path.is_symlink() else "there is no such file"
+        yield DocumentError(f"{source}: {what}.")
+    except OSError as error:
+        yield DocumentError(f"{source}: cannot be read ({error.strerror or error}).")
+    else:
+        if stat.S_ISDIR(mode):
+            yield from _in_directory(path, patterns)
+        elif stat.S_ISREG(mode):
+            yield Document(source, path, relative)
+        else:
+            yield DocumentError(f"{source}: a pipe, socket or device and no file; send its text to standard input (-).")
 
 
 def _in_directory(directory: Path, patterns: Sequence[str]) -> Iterator[Document | DocumentError]:
-    found = sorted(
-        path
-        for path in directory.rglob("*")
-        if path.is_file()
-        and any(path.match(pattern) for pattern in patterns)
-        and not any(part.startswith(".") for part in path.relative_to(directory).parts)
-    )
-    if not found:
+    unreadable: list[OSError] = []
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(directory, onerror=unreadable.append):
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith(".") and not Path(folder, name, RECORD_NAME).exists()
+        ]
+        paths = [Path(folder, name) for name in names if not name.startswith(".")]
+        found += [path for path in paths if _matches(path.relative_to(directory), patterns)]
+    for error in unreadable:
+        yield DocumentError(f"{error.filename}: cannot be read ({error.strerror}).")
+    if not found and not unreadable:
         yield DocumentError(f"{directory}: no files in this directory match {', '.join(patterns)} (see --glob).")
-    for path in found:
-        yield Document(str(path), path, PurePosixPath(path.relative_to(directory).as_posix()))
+    for path in sorted(found):
+        yield from _at(path, str(path), PurePosixPath(path.relative_to(directory).as_posix()), patterns)
+
+
+def _matches(relative: Path, patterns: Sequence[str]) -> bool:
+    name, path = relative.name.lower(), relative.as_posix().lower()
+    plain = [pattern.lower().removeprefix("**/") for pattern in patterns]
+    return any(fnmatchcase(path if "/" in pattern else name, pattern) for pattern in plain)
 
 
 def check_document(document: Document, *, encoding: str | None = None) -> DocumentFacts:
@@ -101,8 +151,12 @@ def check_document(document: Document, *, encoding: str | None = None) -> Docume
         SettingsError: the encoding is unknown.
     """
     content_hash = hashlib.sha256()
-    n_characters = sum(map(len, _decoded(document, encoding, content_hash.update)))
-    return DocumentFacts(n_characters, content_hash.hexdigest())
+    n_characters = n_bytes = 0
+    for data, text in _decoded(document, encoding):
+        content_hash.update(data)
+        n_bytes += len(data)
+        n_characters += len(text)
+    return DocumentFacts(n_characters, n_bytes, content_hash.hexdigest())
 
 
 def read_document(document: Document, *, encoding: str | None = None) -> Iterator[str]:
@@ -116,59 +170,69 @@ def read_document(document: Document, *, encoding: str | None = None) -> Iterato
         DocumentError: see `check_document`.
         SettingsError: the encoding is unknown.
     """
-    return _decoded(document, encoding, lambda data: None)
+    return (text for _, text in _decoded(document, encoding))
 
 
-def _decoded(document: Document, encoding: str | None, on_bytes: _OnBytes) -> Iterator[str]:
+def _decoded(document: Document, encoding: str | None) -> Iterator[tuple[bytes, str]]:
+    """Yield block by block what was read and the text that came out of it."""
     try:
-        if document.path is None:
-            yield from _decode(sys.stdin.buffer, document.source, encoding, on_bytes)
-        else:
+        if document.path is not None:
             with document.path.open("rb") as file:
-                yield from _decode(file, document.source, encoding, on_bytes)
+                yield from _decode(file, document.source, encoding)
+        elif sys.stdin is not None:
+            yield from _decode(sys.stdin.buffer, document.source, encoding)
+        else:
+            raise DocumentError("-: standard input is closed.")
     except OSError as error:
         raise DocumentError(f"{document.source}: cannot be read ({error.strerror or error}).") from error
 
 
-def _decode(file: BinaryIO, source: str, encoding: str | None, on_bytes: _OnBytes) -> Iterator[str]:
+def _decode(file: BinaryIO, source: str, encoding: str | None) -> Iterator[tuple[bytes, str]]:
     data = file.read(_READ_BYTES)
-    on_bytes(data)
-    mark, name = next(((mark, name) for mark, name in _MARKS if data.startswith(mark)), (b"", "utf-8"))
-    if encoding is None:
-        _refuse_binary(data, source, marked=bool(mark))
-        encoding, data, position = name, data[len(mark) :], len(mark)
-    else:
-        position = 0
+    marked = next((name for mark, name in _MARKS if data.startswith(mark)), None)
+    _refuse_binary(data, source, stated=encoding is not None or marked is not None)
+    encoding = encoding or marked or "utf-8"
+    decoder = _decoder(encoding)
+    n_bytes = 0
+    begun = False
+    while True:
+        n_bytes += len(data)
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            at = n_bytes - len(error.object) + error.start  # the decoder may hold bytes of the block before
+            raise DocumentError(
+                f"{source}: not {encoding.upper()} text at byte offset {at} (0x{error.object[error.start]:02x}, "
+                f"{error.reason}): name the file's encoding with --encoding, or convert it to UTF-8."
+            ) from error
+        except UnicodeError as error:
+            raise DocumentError(f"{source}: not {encoding.upper()} text ({error}).") from error
+        yield data, (text if begun else text.removeprefix("\ufeff"))
+        begun = begun or bool(text)
+        if not data:
+            return
+        data = file.read(_READ_BYTES)
+
+
+def _decoder(encoding: str) -> codecs.IncrementalDecoder:
     try:
-        decoder = codecs.getincrementaldecoder(encoding)(errors="strict")
-    except LookupError as error:
+        " ".encode(encoding)  # refuses codecs between bytes and bytes, such as hex
+        return codecs.getincrementaldecoder(encoding)(errors="strict")
+    except (LookupError, ValueError) as error:
         raise SettingsError(
             f"encoding must be one that Python knows, such as utf-8 or gb18030, got {encoding!r}"
         ) from error
-    while True:
-        held = len(decoder.getstate()[0])
-        try:
-            yield decoder.decode(data, final=not data)
-        except UnicodeDecodeError as error:
-            at = position - held + error.start
-            raise DocumentError(
-                f"{source}: not {encoding.upper()} text at byte {at} (0x{error.object[error.start]:02x}): "
-                "name the file's encoding with --encoding, or convert it to UTF-8."
-            ) from error
-        if not data:
-            return
-        position += len(data)
-        data = file.read(_READ_BYTES)
-        on_bytes(data)
 
 
-def _refuse_binary(data: bytes, source: str, *, marked: bool) -> None:
+def _refuse_binary(data: bytes, source: str, *, stated: bool) -> None:
+    """Refuse what is no text in any encoding and, where none is stated, what is mostly control characters."""
     for magic, kind in _KNOWN_BINARIES:
         if data.startswith(magic):
             raise DocumentError(f"{source}: not text but {kind}; export its text first.")
-    n_control = sum(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in data[:8_192])
-    if not marked and n_control * 10 > len(data[:8_192]) * 3:
+    beginning = data[:8_192]
+    n_control = sum(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in beginning)
+    if not stated and n_control * 10 > len(beginning) * 3:
         raise DocumentError(
-            f"{source}: not text but binary data ({n_control} of its first {len(data[:8_192])} bytes are control "
+            f"{source}: not text but binary data ({n_control} of its first {len(beginning)} bytes are control "
             "characters); if it is text, name its encoding with --encoding."
         )

@@ -1,7 +1,7 @@
 """Chunks → JSON Lines, JSON or readable text, on a stream or in files that are either whole or not there.
 
 A file is written beside its place under another name and moved there when it is complete. In an output directory a
-record of what is complete (`RECORD_NAME`) lets a later run skip it.
+record of what is complete (`documents.RECORD_NAME`) lets a later run skip it.
 """
 
 from __future__ import annotations
@@ -11,37 +11,45 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import psutil
+
+from metachunk_edge.documents import RECORD_NAME
 from metachunk_edge.errors import DocumentError
 from metachunk_edge.types import Chunk
 
-__all__ = ["RECORD_NAME", "SUFFIXES", "Format", "Writer", "completed", "new_file", "record_completed"]
+__all__ = ["SUFFIXES", "Completed", "Format", "Writer", "new_file", "read_record", "record_completed"]
 
 Format = Literal["jsonl", "json", "text"]
 SUFFIXES: dict[Format, str] = {"jsonl": ".jsonl", "json": ".json", "text": ".txt"}
-RECORD_NAME = ".metachunk-edge.jsonl"
 
 
 class Writer:
-    """Writes the chunks of several documents to one stream, in one format. `close` completes it."""
+    """Writes the chunks of several documents to one stream, in one format. `close` completes it.
 
-    def __init__(self, file: TextIO, output_format: Format, *, model: dict[str, Any], settings: dict[str, Any]) -> None:
+    With `can_cut_back` the stream is a file of its own, and a document whose chunks end in an error is taken out of
+    it again. Elsewhere, as on standard output, what was written stays.
+    """
+
+    def __init__(
+        self, file: TextIO, output_format: Format, *, settings: dict[str, Any], can_cut_back: bool = False
+    ) -> None:
         self._file = file
-        self._format = output_format
-        self._header = {"format": "metachunk-edge", "version": 1, "model": model, "settings": settings}
+        self._write = {"jsonl": self._lines, "json": self._json, "text": self._text}[output_format]
+        self._is_json = output_format == "json"
+        self._header = {"format": "metachunk-edge", "version": 1, "model": None, "settings": settings}
+        self._can_cut_back = can_cut_back
         self._n_documents = 0
 
-    def write(self, source: str, chunks: Iterable[Chunk]) -> int:
-        """Write one document's chunks as they come, and return how many there were.
-
-        If the chunks end in an error, a file that can be cut is cut back to where the document began.
-        """
-        begin = self._file.tell() if self._file.seekable() else None
+    def write(self, source: str, chunks: Iterable[Chunk], *, model: dict[str, Any]) -> None:
+        """Write one document's chunks as they come. `model` is the identity of the model that scored them."""
+        self._header["model"] = model
+        begin = self._file.tell() if self._can_cut_back else None
         try:
-            n_chunks = {"jsonl": self._lines, "json": self._json, "text": self._text}[self._format](source, chunks)
+            self._write(source, chunks)
         except BaseException:
             if begin is not None:
                 self._file.seek(begin)
@@ -49,84 +57,124 @@ class Writer:
             raise
         self._n_documents += 1
         self._file.flush()
-        return n_chunks
 
     def close(self) -> None:
         """Write what stands behind the last document."""
-        if self._format == "json":
-            opening = json.dumps(self._header, ensure_ascii=False)[:-1] + ', "documents": ['
-            self._file.write(("\n]}\n" if self._n_documents else opening + "]}\n"))
+        if self._is_json:
+            self._file.write("\n]}\n" if self._n_documents else self._opening() + "]}\n")
         self._file.flush()
 
-    def _lines(self, source: str, chunks: Iterable[Chunk]) -> int:
-        n_chunks = 0
-        for n_chunks, chunk in enumerate(chunks, start=1):
+    def _opening(self) -> str:
+        return json.dumps(self._header, ensure_ascii=False)[:-1] + ', "documents": [\n'
+
+    def _lines(self, source: str, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
             self._file.write(json.dumps({"source": source, **asdict(chunk)}, ensure_ascii=False) + "\n")
             self._file.flush()
-        return n_chunks
 
-    def _json(self, source: str, chunks: Iterable[Chunk]) -> int:
-        records = [asdict(chunk) for chunk in chunks]
-        opening = json.dumps(self._header, ensure_ascii=False)[:-1] + ', "documents": [\n'
-        self._file.write(",\n" if self._n_documents else opening)
-        self._file.write(json.dumps({"source": source, "chunks": records}, ensure_ascii=False))
-        return len(records)
+    def _json(self, source: str, chunks: Iterable[Chunk]) -> None:
+        record = {"source": source, "chunks": [asdict(chunk) for chunk in chunks]}
+        self._file.write(",\n" if self._n_documents else self._opening())
+        self._file.write(json.dumps(record, ensure_ascii=False))
 
-    def _text(self, source: str, chunks: Iterable[Chunk]) -> int:
-        n_chunks = 0
-        for n_chunks, chunk in enumerate(chunks, start=1):
+    def _text(self, source: str, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
             strength = "" if chunk.boundary_strength is None else f" · boundary {chunk.boundary_strength:.2f} nats"
             title = f"── {source} · chunk {chunk.index} · {chunk.n_tokens} tokens{strength} "
             self._file.write(f"{title:─<100}\n{chunk.text.rstrip()}\n\n")
             self._file.flush()
-        return n_chunks
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[TextIO]:
     """Open a file for writing that takes its place only when the block ends without an error.
 
+    A lone surrogate, as in a file name that is not UTF-8, is written as an escape that JSON understands. A pipe or a
+    device is written to as it is.
+
     Raises:
         DocumentError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w+", encoding="utf-8", newline="") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        if path.exists() and not path.is_file():
+            with _opened(path) as file:
+                yield file
+            return
+        place = path.resolve()  # what a link leads to is replaced, not the link
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(place)
+        try:
+            with _opened(partial) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(place)
+        finally:
+            partial.unlink(missing_ok=True)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise DocumentError(f"{path}: cannot be written ({error.strerror or error}).") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
-def completed(directory: Path) -> dict[str, dict[str, str]]:
-    """Return the record of the complete outputs below a directory, by their relative name.
+def _opened(path: Path) -> TextIO:
+    return path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
 
-    A line that a killed run left unfinished is passed over.
+
+def _partial(place: Path) -> Path:
+    """The name under which this process writes; those that killed processes left for the same place are removed."""
+    stem = f".metachunk-edge-{hashlib.sha256(os.fsencode(place.name)).hexdigest()[:16]}"
+    for left in place.parent.glob(f"{stem}.*.partial"):
+        process = left.name.split(".")[-2]
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
+            left.unlink(missing_ok=True)
+    return place.with_name(f"{stem}.{os.getpid()}.partial")
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A complete result: its name, from which content and settings it was made, and the file's own SHA-256."""
+
+    output: str
+    content: str
+    fingerprint: str
+    sha256: str
+
+    def is_unchanged(self, directory: Path) -> bool:
+        """Whether the result still lies in the directory as it was written."""
+        try:
+            return _sha256(directory / self.output) == self.sha256
+        except OSError:
+            return False
+
+
+def read_record(directory: Path) -> dict[str, Completed]:
+    """Return what the record of a directory says, by the results' names.
+
+    A line that a killed run left unfinished is passed over, and so is a record that cannot be read.
     """
-    records: dict[str, dict[str, str]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in (directory / RECORD_NAME).read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
-                records[record["output"]] = record
-    return {name: record for name, record in records.items() if _unchanged(directory / name, record)}
+    completed: dict[str, Completed] = {}
+    with contextlib.suppress(OSError):
+        for line in (directory / RECORD_NAME).read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, TypeError):
+                entry = Completed(**json.loads(line))
+                completed[entry.output] = entry
+    return completed
 
 
 def record_completed(directory: Path, name: str, *, content: str, fingerprint: str) -> None:
-    """Note that an output is complete: from which content and settings it was made, and the file's own SHA-256."""
-    record = {"output": name, "content": content, "fingerprint": fingerprint, "sha256": _sha256(directory / name)}
-    with (directory / RECORD_NAME).open("a", encoding="utf-8") as file:
-        file.write("\n" + json.dumps(record, ensure_ascii=False))
+    """Add a result that is complete to the directory's record.
 
-
-def _unchanged(path: Path, record: dict[str, str]) -> bool:
-    return path.is_file() and _sha256(path) == record.get("sha256")
+    Raises:
+        DocumentError: the record cannot be written.
+    """
+    path = directory / RECORD_NAME
+    try:
+        entry = Completed(name, content, fingerprint, _sha256(directory / name))
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps(asdict(entry)))
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be written ({error.strerror or error}).") from error
 
 
 def _sha256(path: Path) -> str:

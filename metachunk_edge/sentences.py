@@ -7,7 +7,7 @@ A sentence is never longer than MAX_SENTENCE_CHARACTERS, so that text without an
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ _STRUCTURE = regex.compile(
     regex.VERBOSE | regex.MULTILINE,
 )
 _CLAUSE_END = regex.compile(r"[,;:，；：、،؛।](?=\s)\s*|[，；：、。！？]|\n+")
-_WORD_END = regex.compile(r"\s+")
+_WHITE_SPACE = regex.compile(r"\s+")
 _WINDOWS_LINE_END = regex.compile(r"\r\n")
 _GRAPHEME = regex.compile(r"\X")
 _SCRIPTS = {
@@ -106,7 +106,7 @@ def split_sentences(text: str, *, language: str = "en") -> tuple[Sentence, ...]:
 def _sentence_ends(lines: str, language: str) -> list[int]:
     candidates = {boundary["end_index"] for boundary in sentencex.get_sentence_boundaries(language, lines)}
     candidates.update(match.end() for match in _STRUCTURE.finditer(lines))
-    ends = {_behind_white_space(lines, candidate) for candidate in candidates}
+    ends = _behind_white_space(lines, candidates)
     first_letter = len(lines) - len(lines.lstrip())
     inner = sorted(end for end in ends if first_letter < end < len(lines) and is_grapheme_boundary(lines, end))
     bounded: list[int] = []
@@ -138,16 +138,19 @@ def _spans(ends: list[int], offset: int) -> tuple[Sentence, ...]:
     return tuple(Sentence(offset + start, offset + end) for start, end in zip([0, *ends], ends, strict=False))
 
 
-def _behind_white_space(text: str, position: int) -> int:
-    """Where a sentence begins that follows a boundary at `position`: after the last line feed, else at a letter."""
-    begin = position
-    while begin > 0 and text[begin - 1].isspace():
-        begin -= 1
-    end = position
-    while end < len(text) and text[end].isspace():
-        end += 1
-    line_feed = text.rfind("\n", begin, end)
-    return line_feed + 1 if 0 <= line_feed and end < len(text) else end
+def _behind_white_space(text: str, candidates: Iterable[int]) -> set[int]:
+    """Move boundaries out of white space: behind its last line feed, where a line follows, else behind all of it."""
+    runs = [match.span() for match in _WHITE_SPACE.finditer(text)]
+    begins = [begin for begin, _ in runs]
+    moved = set()
+    for candidate in candidates:
+        begin, end = runs[run] if (run := bisect_right(begins, candidate) - 1) >= 0 else (0, -1)
+        if candidate <= end:
+            line_feed = text.rfind("\n", begin, end)
+            moved.add(line_feed + 1 if line_feed >= 0 and end < len(text) else end)
+        else:
+            moved.add(candidate)
+    return moved
 
 
 def best_cut(text: str, start: int, limit: int) -> int:
@@ -160,7 +163,7 @@ def best_cut(text: str, start: int, limit: int) -> int:
     9
     """
     half = start + (limit - start) // 2
-    for pattern in (_CLAUSE_END, _WORD_END):
+    for pattern in (_CLAUSE_END, _WHITE_SPACE):
         cuts = [match.end() for match in pattern.finditer(text, half, limit) if match.end() <= limit]
         for cut in reversed(cuts):
             if cut > start and (cut == len(text) or is_grapheme_boundary(text, cut)):

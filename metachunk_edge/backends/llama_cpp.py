@@ -42,13 +42,14 @@ this, a document's scores are the same to the bit whether it shares a batch or n
 _ROWS_AT_ONCE = 4  # 4 × 151,936 float32 stay in the processor's cache
 _NFC_TOKENIZERS = {"qwen2", "deepseek-r1-qwen"}  # pre-tokenizers whose original normalizes; llama.cpp's does not
 
+_ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 _engine_lock = threading.Lock()
 _engine_messages: deque[str] = deque(maxlen=20)
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _keep_message(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
-    if level >= 3:  # warnings and errors: the reason when a call fails
+    if level == _ERROR_LEVEL:
         _engine_messages.append(text.decode("utf-8", errors="replace").strip())
 
 
@@ -165,9 +166,10 @@ class _Context:
             parameters.op_offload = parameters.offload_kqv = False
             _switch_off_flash_attention(parameters)
         with _engine_lock:
+            _engine_messages.clear()
             self._pointer = llama_cpp.llama_init_from_model(model.pointer, parameters)
         if not self._pointer:
-            raise BackendError(f"llama.cpp made no context of {context_length} tokens: {_last_message()}")
+            raise BackendError(f"llama.cpp made no context of {context_length} tokens: {_reason()}")
         self._model = model  # a context must not outlive its model
         self._memory = llama_cpp.llama_get_memory(self._pointer)
         self._n_vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
@@ -208,7 +210,7 @@ class _Context:
                 batch.seq_id[row][0] = sequence
             status = llama_cpp.llama_decode(self._pointer, batch)
             if status != 0:
-                raise BackendError(f"llama.cpp failed to decode {n_rows} tokens (status {status}): {_last_message()}")
+                raise BackendError(f"llama.cpp failed to decode {n_rows} tokens (status {status}): {_reason()}")
             for sequence, part in enumerate(parts):
                 llama_cpp.llama_memory_seq_rm(self._memory, sequence, part.position + len(part.ids), -1)
             if not len(targets):
@@ -282,14 +284,15 @@ def reduce_logits(logits: FloatArray, targets: TokenIds, scratch: FloatArray) ->
         BackendError: a result is not a finite number.
     """
     logprobs = np.empty(len(targets), np.float32)
-    for start in range(0, len(targets), len(scratch)):
-        rows = logits[start : start + len(scratch)]
-        part = scratch[: len(rows)]
-        highest = rows.max(axis=1)
-        np.subtract(rows, highest[:, None], out=part)
-        np.exp(part, out=part)
-        chosen = rows[np.arange(len(rows)), targets[start : start + len(rows)]]
-        logprobs[start : start + len(rows)] = chosen - highest - np.log(part.sum(axis=1))
+    with np.errstate(invalid="ignore"):  # reported below
+        for start in range(0, len(targets), len(scratch)):
+            rows = logits[start : start + len(scratch)]
+            part = scratch[: len(rows)]
+            highest = rows.max(axis=1)
+            np.subtract(rows, highest[:, None], out=part)
+            np.exp(part, out=part)
+            chosen = rows[np.arange(len(rows)), targets[start : start + len(rows)]]
+            logprobs[start : start + len(rows)] = chosen - highest - np.log(part.sum(axis=1))
     if not np.isfinite(logprobs).all():
         raise BackendError(
             "The model returned values that are not numbers; the device's half-precision arithmetic overflows with "
@@ -362,7 +365,10 @@ def _load(path: Path, *, on_gpu: bool) -> _Model:
         _engine_messages.clear()
         pointer = llama_cpp.llama_model_load_from_file(str(path).encode("utf-8"), parameters)
     if not pointer:
-        raise ModelFileError(f"{path} cannot be loaded: {_last_message()}.")
+        raise ModelFileError(
+            f"{path} cannot be loaded: {_reason()}. The file is cut short, damaged, or of a kind that this llama.cpp "
+            "does not know: download it again, or use another model."
+        )
     model = _Model(pointer)
     _check_kind(pointer, path)
     return model
@@ -386,8 +392,10 @@ def _metadata(model: Any, key: str) -> str:
     return buffer.value.decode("utf-8", errors="replace") if size >= 0 else ""
 
 
-def _last_message() -> str:
-    return _engine_messages[-1].rstrip(".") if _engine_messages else "llama.cpp gave no reason"
+def _reason() -> str:
+    """The engine's first error message since the call began, without the name of the function that wrote it."""
+    message = _engine_messages[0] if _engine_messages else "llama.cpp gives no reason"
+    return message.split(": ", 1)[-1].removeprefix("error loading model: ").rstrip(".")
 
 
 def _switch_off_flash_attention(parameters: Any) -> None:
