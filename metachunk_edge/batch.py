@@ -5,19 +5,21 @@ Goes in: documents and a place for the results. Comes out: a report, and sentenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from metachunk_edge.chunker import Chunker
 from metachunk_edge.documents import Document, DocumentFacts, check_document, read_document
-from metachunk_edge.errors import DocumentError, MetachunkError
-from metachunk_edge.output import SUFFIXES, Format, Writer, completed, new_file, record_completed
+from metachunk_edge.errors import BackendError, DocumentError
+from metachunk_edge.output import SUFFIXES, Format, Writer, new_file, read_record, record_completed
+from metachunk_edge.scoring import OnTokens
 from metachunk_edge.settings import Settings
 from metachunk_edge.types import Chunk
 
-__all__ = ["Batch", "BatchReport", "DirectorySink", "Listener", "StreamSink"]
+__all__ = ["Batch", "BatchReport", "ChunkCount", "DirectorySink", "Listener", "StreamSink", "progress_in_bytes"]
 
 _SHORT_CHARACTERS = 2_048  # a document up to this length may share a batch with others
 _SHORT_AT_ONCE = 64
@@ -32,8 +34,25 @@ class Listener(Protocol):
     def on_note(self, sentence: str) -> None:
         """Something that the user should know, and no failure."""
 
-    def on_progress(self, n_tokens: int, n_characters: int) -> None:
-        """So many more tokens were scored, and so many more characters are done with."""
+    def on_progress(self, n_tokens: int, n_bytes: int) -> None:
+        """So many more tokens were scored, and so many more bytes of the files are done with."""
+
+
+def progress_in_bytes(on_progress: Callable[[int, int], None], facts: DocumentFacts | None) -> OnTokens:
+    """Return what the scoring calls after each block, so that `on_progress` hears of it as `Listener` describes.
+
+    Without the facts of a document nothing is known about bytes.
+    """
+    bytes_per_character = facts.n_bytes / facts.n_characters if facts and facts.n_characters else 0.0
+    reached = 0
+
+    def on_tokens(n_tokens: int, character: int) -> None:
+        nonlocal reached
+        now = round(character * bytes_per_character)
+        on_progress(n_tokens, now - reached)
+        reached = now
+
+    return on_tokens
 
 
 @dataclass(slots=True)
@@ -47,6 +66,32 @@ class BatchReport:
     n_tokens: int = 0
 
 
+@dataclass(slots=True)
+class ChunkCount:
+    """Counts the chunks of a document while they pass through."""
+
+    n_chunks: int = 0
+    n_at_boundaries: int = 0
+
+    def watch(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Yield the chunks as they come."""
+        for chunk in chunks:
+            self.n_chunks += 1
+            self.n_at_boundaries += bool(chunk.boundary_strength)
+            yield chunk
+
+    def note(self, source: str, settings: Settings) -> str | None:
+        """Return what the user should know about the chunks, once they have passed."""
+        if self.n_chunks == 0:
+            return f"{source}: empty or blank, so there are no chunks."
+        if self.n_chunks > 1 and self.n_at_boundaries == 0 and settings.threshold != 0:
+            return (
+                f"{source}: cut for size alone, since no boundary reached the threshold of {settings.threshold} "
+                "(a lower --threshold finds more)."
+            )
+        return None
+
+
 class StreamSink:
     """All results on one stream."""
 
@@ -57,54 +102,71 @@ class StreamSink:
         """A stream has nothing yet."""
         return False
 
-    def write(self, document: Document, content: str | None, chunks: Iterable[Chunk]) -> int:  # noqa: ARG002
-        """Write a document's chunks and return how many there were."""
-        return self._writer.write(document.source, chunks)
+    def write(self, document: Document, content: str | None, chunks: Iterable[Chunk], model: dict[str, Any]) -> None:  # noqa: ARG002
+        """Write a document's chunks."""
+        self._writer.write(document.source, chunks, model=model)
 
 
 class DirectorySink:
-    """One file per document in a directory, each named like its input."""
+    """One file per document in a directory, each named like its input.
+
+    None of `inputs`, which are resolved paths, is written over. With `resume`, results that the directory's record
+    calls complete are kept: `fingerprint` stands for the model and the settings, and a record with another one does
+    not count.
+
+    Raises:
+        DocumentError: the directory cannot be made.
+    """
 
     def __init__(
         self,
         directory: Path,
         output_format: Format,
         *,
-        model: dict[str, Any],
         settings: Settings,
         fingerprint: str,
         resume: bool,
+        inputs: Container[Path] = (),
     ) -> None:
         self._directory = directory
         self._format = output_format
-        self._model = model
         self._settings = settings
         self._fingerprint = fingerprint
-        self._completed = completed(directory) if resume else {}
-        self._names: dict[str, str] = {}
+        self._inputs = inputs
+        self._sources: dict[str, str] = {}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DocumentError(f"{directory}: cannot be made a directory ({error.strerror or error}).") from error
+        self._record = read_record(directory) if resume else {}
 
     def has(self, document: Document, content: str) -> bool:
         """Whether the complete result of this content with these settings is already there."""
-        record = self._completed.get(self._name(document))
-        return record is not None and (record["content"], record["fingerprint"]) == (content, self._fingerprint)
+        entry = self._record.get(self._name(document))
+        made_from = None if entry is None else (entry.content, entry.fingerprint)
+        return entry is not None and made_from == (content, self._fingerprint) and entry.is_unchanged(self._directory)
 
-    def write(self, document: Document, content: str | None, chunks: Iterable[Chunk]) -> int:
-        """Write a document's file and return the number of its chunks."""
+    def write(self, document: Document, content: str | None, chunks: Iterable[Chunk], model: dict[str, Any]) -> None:
+        """Write a document's file, and the record of it."""
         name = self._name(document)
         with new_file(self._directory / name) as file:
-            writer = Writer(file, self._format, model=self._model, settings=self._settings.as_dict())
-            n_chunks = writer.write(document.source, chunks)
+            writer = Writer(file, self._format, settings=self._settings.as_dict())
+            writer.write(document.source, chunks, model=model)
             writer.close()
         if content is not None:
             record_completed(self._directory, name, content=content, fingerprint=self._fingerprint)
-        return n_chunks
 
     def _name(self, document: Document) -> str:
         name = f"{document.relative}{SUFFIXES[self._format]}"
-        owner = self._names.setdefault(name, document.source)
-        if owner != document.source:
+        source = self._sources.setdefault(name, document.source)
+        if source != document.source:
             raise DocumentError(
-                f"{document.source}: its result would overwrite that of {owner}; chunk them into separate directories."
+                f"{document.source}: its result would overwrite that of {source}; chunk them into separate directories."
+            )
+        if Path(os.path.realpath(self._directory / name)) in self._inputs:
+            raise DocumentError(
+                f"{document.source}: its result would overwrite the input {self._directory / name}; "
+                "choose another --output-dir."
             )
         return name
 
@@ -122,13 +184,15 @@ class Batch:
     encoding: str | None = None
     report: BatchReport = field(default_factory=BatchReport)
     _chunker: Chunker | None = None
-    _short: list[tuple[Document, DocumentFacts]] = field(default_factory=list)
+    _short: list[tuple[Document, DocumentFacts, str]] = field(default_factory=list)
 
     def run(self, found: Iterable[Document | DocumentError]) -> BatchReport:
-        """Chunk all documents, in order.
+        """Chunk all documents, in order. Whatever concerns one document only goes to the listener.
 
         Raises:
-            ModelError: the model cannot be loaded. Whatever concerns one document only goes to the listener.
+            ModelError: the model cannot be loaded.
+            DeviceError: there is no such device.
+            SettingsError: the encoding is unknown.
         """
         for document in found:
             if isinstance(document, DocumentError):
@@ -149,68 +213,58 @@ class Batch:
         facts = check_document(document, encoding=self.encoding)
         if self.sink.has(document, facts.sha256):
             self.report.n_skipped += 1
-            self.listener.on_progress(0, facts.n_characters)
+            self._progress(0, facts.n_bytes)
         elif facts.n_characters <= _SHORT_CHARACTERS:
-            self._short.append((document, facts))
+            text = "".join(read_document(document, encoding=self.encoding))
+            self._short.append((document, facts, text))
             if len(self._short) == _SHORT_AT_ONCE:
                 self._finish_short()
         else:
             self._finish_short()
             self._write(document, facts, read_document(document, encoding=self.encoding))
 
-    def _write(self, document: Document, facts: DocumentFacts | None, pieces: Iterator[str]) -> None:
-        reached = 0
-
-        def on_tokens(n_tokens: int, character: int) -> None:
-            nonlocal reached
-            self.report.n_tokens += n_tokens
-            self.listener.on_progress(n_tokens, character - reached)
-            reached = character
-
-        chunker = self._loaded()
-        try:
-            self._note_result(document, facts, chunker.chunk_iter(pieces, on_tokens=on_tokens))
-        except DocumentError:
-            raise
-        except MetachunkError as error:
-            raise DocumentError(f"{document.source}: {error}") from error
-
     def _finish_short(self) -> None:
         """Chunk the short documents that have gathered, in shared batches."""
         waiting, self._short = self._short, []
         if not waiting:
             return
-        chunker = self._loaded()
-        texts = ("".join(read_document(document, encoding=self.encoding)) for document, _ in waiting)
-        results = chunker.chunk_many(texts, on_tokens=self._count_tokens)
-        for position, (document, facts) in enumerate(waiting):
+        results = self._loaded().chunk_many(
+            [text for _, _, text in waiting], on_tokens=progress_in_bytes(self._progress, None)
+        )
+        for document, facts, text in waiting:
             try:
-                chunks = next(results)
-            except MetachunkError as error:
-                for unfinished, _ in waiting[position:]:
-                    self._failed(DocumentError(f"{unfinished.source}: {error}"))
-                return
+                chunks = next(results, None)
+            except BackendError:  # one of the documents that share a batch is at fault, and `results` ends here
+                chunks = None
             try:
-                self._note_result(document, facts, chunks)
+                if chunks is None:
+                    self._write(document, facts, [text])
+                else:
+                    self._put(document, facts, chunks)
+                    self._progress(0, facts.n_bytes)
             except DocumentError as error:
                 self._failed(error)
-            self.listener.on_progress(0, facts.n_characters)
 
-    def _count_tokens(self, n_tokens: int, _character: int) -> None:
-        self.report.n_tokens += n_tokens
-        self.listener.on_progress(n_tokens, 0)
+    def _write(self, document: Document, facts: DocumentFacts | None, pieces: Iterable[str]) -> None:
+        """Chunk a document by itself."""
+        chunks = self._loaded().chunk_iter(pieces, on_tokens=progress_in_bytes(self._progress, facts))
+        try:
+            self._put(document, facts, chunks)
+        except BackendError as error:
+            raise DocumentError(f"{document.source}: {error}") from error
 
-    def _note_result(self, document: Document, facts: DocumentFacts | None, chunks: Iterable[Chunk]) -> None:
-        strengths: list[float] = []
-        n_chunks = self.sink.write(document, facts.sha256 if facts else None, _watched(chunks, strengths))
+    def _put(self, document: Document, facts: DocumentFacts | None, chunks: Iterable[Chunk]) -> None:
+        chunker = self._loaded()
+        count = ChunkCount()
+        self.sink.write(document, facts.sha256 if facts else None, count.watch(chunks), chunker.backend.model)
         self.report.n_written += 1
-        self.report.n_chunks += n_chunks
-        if n_chunks == 0:
-            self.listener.on_note(f"{document.source}: empty or blank, so there are no chunks.")
-        elif n_chunks > 1 and not any(strengths):
-            self.listener.on_note(
-                f"{document.source}: cut for size alone; no boundary reached the threshold (a lower --threshold finds more)."
-            )
+        self.report.n_chunks += count.n_chunks
+        if note := count.note(document.source, chunker.settings):
+            self.listener.on_note(note)
+
+    def _progress(self, n_tokens: int, n_bytes: int) -> None:
+        self.report.n_tokens += n_tokens
+        self.listener.on_progress(n_tokens, n_bytes)
 
     def _loaded(self) -> Chunker:
         if self._chunker is None:
@@ -220,10 +274,3 @@ class Batch:
     def _failed(self, error: DocumentError) -> None:
         self.report.n_failed += 1
         self.listener.on_problem(str(error))
-
-
-def _watched(chunks: Iterable[Chunk], strengths: list[float]) -> Iterator[Chunk]:
-    for chunk in chunks:
-        if len(strengths) < 1_000:  # enough to tell whether there is any boundary; memory stays bounded
-            strengths.append(chunk.boundary_strength or 0.0)
-        yield chunk

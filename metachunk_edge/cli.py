@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
+import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, get_args
@@ -18,61 +20,87 @@ from typing import Any, TextIO, get_args
 import click
 
 from metachunk_edge import __version__
-from metachunk_edge.batch import Batch, BatchReport, DirectorySink, StreamSink
+from metachunk_edge.backends import Device
+from metachunk_edge.batch import Batch, BatchReport, ChunkCount, DirectorySink, StreamSink, progress_in_bytes
 from metachunk_edge.catalogue import DEFAULT_MODEL, cache_folder, catalogue, find_model, is_pulled, remove, verify
-from metachunk_edge.documents import TEXT_PATTERNS, Document, check_document, find_documents, read_document
+from metachunk_edge.chunker import Chunker, cut
+from metachunk_edge.documents import (
+    STANDARD_INPUT,
+    TEXT_PATTERNS,
+    Document,
+    check_document,
+    find_documents,
+    read_document,
+)
+from metachunk_edge.download import pull
 from metachunk_edge.errors import DocumentError, MetachunkError, SettingsError
 from metachunk_edge.output import Format, Writer, new_file
+from metachunk_edge.scores import StoredScores, read_scores, write_scores
 from metachunk_edge.settings import Merge, Method, Settings, Unit, Window
 
 __all__ = ["main"]
 
 
 class _Group(click.Group):
-    """Turns the package's errors into one sentence and exit code 1, in one place."""
+    """Turns errors into one sentence and exit code 1, and Ctrl-C into exit code 130, in one place."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except MetachunkError as error:
             raise click.ClickException(str(error)) from error
-        except BrokenPipeError:  # the reader of our output has enough
-            sys.stderr.close()
-            context.exit(0)
+        except BrokenPipeError:  # the reader of our output has enough, and click ends quietly
+            raise
+        except OSError as error:
+            _forget_unwritten_output()
+            where = error.filename or "standard output"
+            raise click.ClickException(f"{where}: {error.strerror or error}.") from error
+        except KeyboardInterrupt:
+            _forget_unwritten_output()
+            click.echo("Interrupted.", err=True)
+            context.exit(130)
 
 
-class _Threshold(click.ParamType):
-    name = "nats|auto"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        return value if value == "auto" else click.FLOAT.convert(value, parameter, context)
+def _forget_unwritten_output() -> None:
+    """What standard output did not take would fail again, or wait again, when the interpreter ends."""
+    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
-class _Overlap(click.ParamType):
-    name = "none|dynamic|N"
+def _word_or_number(number: type[int] | type[float], *words: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if value in words:
+            return value
+        try:
+            return number(value)
+        except ValueError as error:
+            kind = "a whole number" if number is int else "a number"
+            raise click.BadParameter(f"must be {', '.join(words)} or {kind}, got {value!r}.") from error
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        return value if value in ("none", "dynamic") else click.INT.convert(value, parameter, context)
+    return convert
 
 
 _DEFAULTS = Settings()
+_OUTPUT = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 
 
 def _model_options(command: Any) -> Any:
     for option in (
         click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, help="Catalogue name or GGUF file."),
-        click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True),
+        click.option("--device", type=click.Choice(get_args(Device)), default="auto", show_default=True),
         click.option("--threads", type=int, help="CPU threads. [default: the physical cores]"),
         click.option(
             "--context-length", type=int, default=_DEFAULTS.context_length, show_default=True, help="Tokens in view."
         ),
         click.option(
-            "--window", type=click.Choice(get_args(Window)), default=_DEFAULTS.window, show_default=True,
+            "--window",
+            type=click.Choice(get_args(Window)),
+            default=_DEFAULTS.window,
+            show_default=True,
             help="How the context moves through a long text.",
         ),
         click.option("--language", default=_DEFAULTS.language, show_default=True, help="Code for splitting sentences."),
         click.option("--encoding", help="Of the inputs. [default: UTF-8, or what a byte-order mark says]"),
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 
@@ -81,10 +109,9 @@ def _model_options(command: Any) -> Any:
 @click.version_option(__version__, prog_name="metachunk-edge")
 def main() -> None:
     """Cut documents into chunks for retrieval, where a small language model says so; offline."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8", newline="")
-    if hasattr(sys.stderr, "reconfigure"):
-        sys.stderr.reconfigure(encoding="utf-8", errors="replace")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="")
 
 
 @main.command("chunk")
@@ -93,18 +120,39 @@ def main() -> None:
 @click.option("--min-size", type=int, help="For --merge optimal. [default: a quarter of --max-size]")
 @click.option("--unit", type=click.Choice(get_args(Unit)), default=_DEFAULTS.unit, show_default=True, help="Of sizes.")
 @click.option("--method", type=click.Choice(get_args(Method)), default=_DEFAULTS.method, show_default=True)
-@click.option("--threshold", type=_Threshold(), default=_DEFAULTS.threshold, show_default=True,
-              help="How far a score must drop for a boundary; auto moves with the text.")  # fmt: skip
-@click.option("--merge", type=click.Choice(get_args(Merge)), default=_DEFAULTS.merge, show_default=True,
-              help="none: the bare meta-chunks; greedy: the paper's rule; optimal: the best boundaries that fit.")  # fmt: skip
-@click.option("--overlap", type=_Overlap(), default=_DEFAULTS.overlap, show_default=True,
-              help="Sentences repeated in the next chunk; dynamic: the one at the minimum.")  # fmt: skip
-@click.option("--scores", "scores_path", type=click.Path(dir_okay=False, path_type=Path),
-              help="Cut from a file that `score` wrote, without a model.")  # fmt: skip
+@click.option(
+    "--threshold",
+    type=_word_or_number(float, "auto"),
+    metavar="NATS|auto",
+    default=_DEFAULTS.threshold,
+    show_default=True,
+    help="How far a score must drop for a boundary; auto moves with the text.",
+)
+@click.option(
+    "--merge",
+    type=click.Choice(get_args(Merge)),
+    default=_DEFAULTS.merge,
+    show_default=True,
+    help="none: the bare meta-chunks; greedy: the paper's rule; optimal: the best that fit.",
+)
+@click.option(
+    "--overlap",
+    type=_word_or_number(int, "none", "dynamic"),
+    metavar="none|dynamic|N",
+    default=_DEFAULTS.overlap,
+    show_default=True,
+    help="Sentences repeated in the next chunk; dynamic: the one at the minimum.",
+)
+@click.option(
+    "--scores",
+    "scores_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Cut from a file that `score` wrote, without a model.",
+)
 @click.option(
     "-f", "--format", "output_format", type=click.Choice(get_args(Format)), default="jsonl", show_default=True
 )
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="A file. [default: stdout]")
+@click.option("-o", "--output", type=_OUTPUT, help="A file. [default: standard output]")
 @click.option("-d", "--output-dir", type=click.Path(file_okay=False, path_type=Path), help="One file per input.")
 @click.option("--resume", is_flag=True, help="With --output-dir: skip inputs whose complete result is there.")
 @click.option(
@@ -112,7 +160,7 @@ def main() -> None:
 )
 @_model_options
 @click.pass_context
-def chunk_command(context: click.Context, inputs: tuple[str, ...], scores_path: Path | None, **options: Any) -> None:
+def chunk_command(context: click.Context, /, inputs: tuple[str, ...], scores_path: Path | None, **options: Any) -> None:
     """Chunk texts and write the chunks with their exact offsets.
 
     Each chunk has source, index, text, start, end (characters), n_tokens, and the strength of the boundary before it.
@@ -122,9 +170,9 @@ def chunk_command(context: click.Context, inputs: tuple[str, ...], scores_path: 
         _chunk_from_scores(context, inputs, scores_path, settings, options)
         return
     if options["resume"] and options["output_dir"] is None:
-        raise SettingsError("resume needs an output directory (--output-dir), where complete results can be found")
+        raise SettingsError("--resume needs --output-dir, where complete results can be found")
     if options["output"] is not None and options["output_dir"] is not None:
-        raise SettingsError("give either --output or --output-dir, not both")
+        raise SettingsError("--output and --output-dir exclude each other: leave one of them out")
     found = list(find_documents(inputs, patterns=options["patterns"] or TEXT_PATTERNS))
     with _Console(found) as console:
         report = _run(found, settings, console, options)
@@ -136,27 +184,24 @@ def chunk_command(context: click.Context, inputs: tuple[str, ...], scores_path: 
 def _run(
     found: list[Document | DocumentError], settings: Settings, console: _Console, options: dict[str, Any]
 ) -> BatchReport:
-    from metachunk_edge.chunker import Chunker
-
-    model = find_model(options["model"])
-    identity = {"name": model.name, "precision": model.precision, "sha256": model.sha256}
-    identity |= {"device": options["device"], "threads": options["threads"]}
-
     def load() -> Chunker:
         return Chunker.from_pretrained(options["model"], settings, device=options["device"], threads=options["threads"])
 
-    if options["output_dir"] is not None:
+    output, output_format, directory = options["output"], options["output_format"], options["output_dir"]
+    inputs = [item.path for item in found if isinstance(item, Document) and item.path is not None]
+    if directory is not None:
+        made_with = {"sha256": find_model(options["model"]).sha256, "version": __version__}
         sink = DirectorySink(
-            options["output_dir"],
-            options["output_format"],
-            model=identity,
+            directory,
+            output_format,
             settings=settings,
-            fingerprint=settings.fingerprint(identity | {"version": __version__}),
+            fingerprint=settings.fingerprint(made_with | {name: options[name] for name in ("device", "threads")}),
             resume=options["resume"],
+            inputs=frozenset(map(_resolved, inputs)),
         )
         return Batch(load, sink, console, encoding=options["encoding"]).run(found)
-    with _opened(options["output"]) as file:
-        writer = Writer(file, options["output_format"], model=identity, settings=settings.as_dict())
+    with _opened(output, inputs) as file:
+        writer = Writer(file, output_format, settings=settings.as_dict(), can_cut_back=file is not sys.stdout)
         report = Batch(load, StreamSink(writer), console, encoding=options["encoding"]).run(found)
         writer.close()
     return report
@@ -165,61 +210,69 @@ def _run(
 def _chunk_from_scores(
     context: click.Context, inputs: tuple[str, ...], scores_path: Path, settings: Settings, options: dict[str, Any]
 ) -> None:
-    from metachunk_edge.chunker import cut
-    from metachunk_edge.scores import read_scores
-
-    for name in ("model", "device", "threads", "context_length", "window", "language"):
+    for name in ("model", "device", "threads", "context_length", "window", "language", "output_dir", "resume"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise SettingsError(f"{name} is fixed by the scores file: leave it out, or score the document again")
-    documents = list(find_documents(inputs, patterns=options["patterns"] or TEXT_PATTERNS))
-    document = documents[0]
-    if len(documents) != 1:
-        raise SettingsError(f"--scores takes one document, got {len(documents)}")
+            raise SettingsError(
+                f"--{name.replace('_', '-')} does not go with --scores, where the model has done its part and there is "
+                "one text: leave it out"
+            )
+    if len(inputs) != 1:
+        raise SettingsError(f"--scores takes one text, got {len(inputs)}")
+    document = _one_document(inputs[0])
+    text = "".join(read_document(document, encoding=options["encoding"]))
+    stored = _read_scores(scores_path, text)
+    settings = replace(settings, **stored.scoring)
+    count = ChunkCount()
+    with _opened(options["output"], [document.path, scores_path]) as file:
+        writer = Writer(file, options["output_format"], settings=settings.as_dict())
+        writer.write(document.source, count.watch(cut(stored.sentences, settings)), model=stored.model)
+        writer.close()
+    if note := count.note(document.source, settings):
+        click.echo(f"Note: {note}", err=True)
+
+
+def _read_scores(path: Path, text: str) -> StoredScores:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            return read_scores(lines, text)
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be read ({error.strerror or error}).") from error
+
+
+def _one_document(name: str) -> Document:
+    if Path(name).is_dir():
+        raise DocumentError(f"{name}: a directory; name one file.")
+    (document,) = find_documents([name])
     if isinstance(document, DocumentError):
         raise document
-    text = "".join(read_document(document, encoding=options["encoding"]))
-    try:
-        with scores_path.open(encoding="utf-8") as lines:
-            stored = read_scores(lines, text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DocumentError(f"{scores_path}: cannot be read ({error}).") from error
-    settings = replace(settings, **stored.scoring)
-    with _opened(options["output"]) as file:
-        writer = Writer(file, options["output_format"], model=stored.model, settings=settings.as_dict())
-        writer.write(document.source, cut(stored.sentences, settings))
-        writer.close()
+    return document
 
 
 @main.command("score")
 @click.argument("document_name", metavar="FILE | -")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="A file. [default: stdout]")
+@click.option("-o", "--output", type=_OUTPUT, help="A file. [default: standard output]")
 @_model_options
 def score_command(document_name: str, output: Path | None, **options: Any) -> None:
     """Write the score of every sentence and token of a text, with their offsets.
 
     `metachunk-edge chunk FILE --scores SCORES` cuts from them in milliseconds.
     """
-    from metachunk_edge.chunker import Chunker
-    from metachunk_edge.scores import write_scores
-
     settings = Settings(**{name: options[name] for name in ("context_length", "window", "language")})
-    if Path(document_name).is_dir():
-        raise DocumentError(f"{document_name}: a directory; `score` takes one file.")
-    (document,) = find_documents([document_name])
-    if isinstance(document, DocumentError):
-        raise document
-    if document.path is not None:
-        check_document(document, encoding=options["encoding"])
-    chunker = Chunker.from_pretrained(options["model"], settings, device=options["device"], threads=options["threads"])
-    with _Console([document]) as console, _opened(output) as file:
+    document = _one_document(document_name)
+    encoding = options["encoding"]
+    facts = None if document.path is None else check_document(document, encoding=encoding)
+    with _Console([document]) as console, _opened(output, [document.path]) as file:
+        chunker = Chunker.from_pretrained(
+            options["model"], settings, device=options["device"], threads=options["threads"]
+        )
         sentences = chunker.score_iter(
-            read_document(document, encoding=options["encoding"]), on_tokens=console.on_tokens
+            read_document(document, encoding=encoding), on_tokens=progress_in_bytes(console.on_progress, facts)
         )
         n_sentences = write_scores(
             sentences, file, source=document.source, model=chunker.backend.model, scoring=settings.scoring()
         )
     if n_sentences == 0:
-        click.echo(f"{document.source}: empty or blank, so there are no sentences.", err=True)
+        click.echo(f"Note: {document.source}: empty or blank, so there are no sentences.", err=True)
 
 
 @main.group("models")
@@ -241,21 +294,22 @@ def models_list() -> None:
 @click.argument("name", default=DEFAULT_MODEL)
 def models_pull(name: str) -> None:
     """Download a model, check its SHA-256, and print its path."""
-    from metachunk_edge.download import pull
-
+    is_terminal = _is_terminal()
     shown = ""
 
     def on_progress(message: str, done: int, total: int) -> None:
         nonlocal shown
-        if sys.stderr.isatty():
+        if is_terminal:
             click.echo(f"\r\033[K{message}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", err=True, nl=False)
         elif message != shown:
             click.echo(f"{message} ({total / 1e6:,.0f} MB)", err=True)
         shown = message
 
-    model = pull(name, on_progress=on_progress)
-    if shown and sys.stderr.isatty():
-        click.echo(err=True)
+    try:
+        model = pull(name, on_progress=on_progress)
+    finally:
+        if shown and is_terminal:
+            click.echo(err=True)
     click.echo(f"{model.name}: SHA-256 is right ({model.sha256}).", err=True)
     click.echo(str(model.path))
 
@@ -291,6 +345,7 @@ def info_command() -> None:
     from metachunk_edge.backends.llama_cpp import default_threads, gpu_devices
 
     features = llama_cpp.llama_print_system_info().decode("utf-8", errors="replace")
+    default_state = "downloaded" if is_pulled(catalogue()[DEFAULT_MODEL]) else "not downloaded"
     rows = {
         "metachunk-edge": __version__,
         "Python": f"{platform.python_version()} on {platform.platform()}",
@@ -304,19 +359,32 @@ def info_command() -> None:
             part.split("=")[0].split(":")[-1].strip() for part in features.split("|") if part.strip().endswith("= 1")
         ),
         "cache folder": str(cache_folder()),
-        "default model": f"{DEFAULT_MODEL} ({'downloaded' if is_pulled(catalogue()[DEFAULT_MODEL]) else 'not downloaded'})",
+        "default model": f"{DEFAULT_MODEL} ({default_state})",
     }
     for name, value in rows.items():
         click.echo(f"{name:<15} {value}")
 
 
 @contextlib.contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO]:
-    if path is None:
-        yield sys.stdout
-    else:
-        with new_file(path) as file:
+def _opened(output: Path | None, inputs: list[Path] | list[Path | None]) -> Iterator[TextIO]:
+    """Open the output, standard output by default; none of the inputs is written over."""
+    if output is not None and str(output) != STANDARD_INPUT:
+        if _resolved(output) in [_resolved(path) for path in inputs if path is not None]:
+            raise SettingsError(f"--output must not be one of the inputs, got {output}")
+        with new_file(output) as file:
             yield file
+    elif sys.stdout is None:
+        raise DocumentError("Standard output is closed: name a file with --output.")
+    else:
+        yield sys.stdout
+
+
+def _resolved(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 class _Console:
@@ -326,23 +394,24 @@ class _Console:
         self._n_inputs = len(found)
         self._started = time.monotonic()
         self._n_tokens = 0
-        self._reached = 0
-        sizes = [item.path.stat().st_size for item in found if isinstance(item, Document) and item.path is not None]
-        self._bar = click.progressbar(
-            length=max(1, sum(sizes)),
-            file=sys.stderr,
-            label="chunking",
-            show_pos=False,
-            item_show_func=lambda _: f"{self._n_tokens / max(time.monotonic() - self._started, 1e-3):,.0f} tokens/s",
-            hidden=not sys.stderr.isatty(),
-        )
+        self._bar: Any = None
+        if _is_terminal():
+            self._bar = click.progressbar(
+                iter(int, 1),  # without end: of standard input no length is known
+                length=sum(map(_n_bytes, found)) or None,
+                file=sys.stderr,
+                label="chunking",
+                item_show_func=lambda _: self._speed(),
+            )
 
     def __enter__(self) -> _Console:
-        self._bar.__enter__()
+        if self._bar is not None:
+            self._bar.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._bar.__exit__(*exception)
+        if self._bar is not None:
+            self._bar.__exit__(*exception)
 
     def on_problem(self, sentence: str) -> None:
         """Print why a document failed."""
@@ -352,19 +421,15 @@ class _Console:
         """Print what the user should know."""
         self._print(f"Note: {sentence}")
 
-    def on_progress(self, n_tokens: int, n_characters: int) -> None:
+    def on_progress(self, n_tokens: int, n_bytes: int) -> None:
         """Move the bar."""
         self._n_tokens += n_tokens
-        self._bar.update(n_characters)
-
-    def on_tokens(self, n_tokens: int, character: int) -> None:
-        """Move the bar to a character of the only document."""
-        self.on_progress(n_tokens, character - self._reached)
-        self._reached = character
+        if self._bar is not None:
+            self._bar.update(n_bytes)
 
     def summarize(self, report: BatchReport) -> None:
-        """Print one line about several documents, or about failures."""
-        if self._n_inputs < 2 and not report.n_failed:
+        """Print one line about several documents."""
+        if self._n_inputs < 2:
             return
         seconds = time.monotonic() - self._started
         parts = [f"{report.n_written} of {self._n_inputs} documents, {report.n_chunks} chunks"]
@@ -373,6 +438,15 @@ class _Console:
         parts += [f"{report.n_failed} failed"] if report.n_failed else []
         click.echo("; ".join(parts) + ".", err=True)
 
+    def _speed(self) -> str:
+        return f"{self._n_tokens / max(time.monotonic() - self._started, 1e-3):,.0f} tokens/s"
+
     def _print(self, sentence: str) -> None:
-        clear = "\r\033[K" if sys.stderr.isatty() else ""
-        click.echo(f"{clear}{sentence}", err=True)
+        click.echo(sentence if self._bar is None else f"\r\033[K{sentence}", err=True)
+
+
+def _n_bytes(item: Document | DocumentError) -> int:
+    with contextlib.suppress(OSError):  # it may have vanished, and is reported when its turn comes
+        if isinstance(item, Document) and item.path is not None:
+            return item.path.stat().st_size
+    return 0

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 import regex
@@ -46,7 +46,7 @@ _WORD = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}]|[^\s\p{Han}\p{Hiragana
 class Piece:
     """A sentence, or a part of one that is too large. Counters run through the document.
 
-    A run of pieces touches the tokens [first.token_from, last.token_to) and has the size last.size_to − first.size_from.
+    A run of pieces touches the tokens [first.token_from, last.token_to); its size is last.size_to − first.size_from.
     """
 
     start: int
@@ -275,7 +275,7 @@ def _settle(pending: deque[MergeUnit], settled: int, previous: dict[int, int], f
     while cuts[-1] > first:
         cuts.append(previous[cuts[-1]])
     cuts.reverse()
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         yield [pending.popleft() for _ in range(end - begin)]
 
 

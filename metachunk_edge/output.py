@@ -41,7 +41,7 @@ class Writer:
         self._write = {"jsonl": self._lines, "json": self._json, "text": self._text}[output_format]
         self._is_json = output_format == "json"
         self._header = {"format": "metachunk-edge", "version": 1, "model": None, "settings": settings}
-        self._can_cut_back = can_cut_back
+        self._can_cut_back = can_cut_back and file.seekable()
         self._n_documents = 0
 
     def write(self, source: str, chunks: Iterable[Chunk], *, model: dict[str, Any]) -> None:
@@ -52,8 +52,9 @@ class Writer:
             self._write(source, chunks)
         except BaseException:
             if begin is not None:
-                self._file.seek(begin)
-                self._file.truncate()
+                with contextlib.suppress(OSError):  # the fault that led here is the one to tell about
+                    self._file.seek(begin)
+                    self._file.truncate()
             raise
         self._n_documents += 1
         self._file.flush()
@@ -100,7 +101,7 @@ def new_file(path: Path) -> Iterator[TextIO]:
             with _opened(path) as file:
                 yield file
             return
-        place = path.resolve()  # what a link leads to is replaced, not the link
+        place = Path(os.path.realpath(path))  # what a link leads to is replaced, not the link
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial(place)
         try:

@@ -30,7 +30,7 @@ _LONGEST_TOKEN = 16  # characters; a longer text is taken for a long one without
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """A run of tokens with their scores: ids int32 [n], offsets int64 [n, 2], anchors int64 [n], logprobs float32 [n]."""
+    """A run of tokens with their scores: an `Encoding`'s fields, and `logprobs`, float32 [n]."""
 
     ids: TokenIds
     offsets: IntArray

@@ -34,7 +34,7 @@ _LONGEST_GRAPHEME = 256  # a longer cluster (stacked accents without end) may be
 
 _STRUCTURE = regex.compile(
     r"""\n[^\S\n]*\n\s*                                      # a blank line
-      | \n(?=[^\S\n]*(?:\#{1,6}\s | [-*+•]\s | \d{1,3}[.)]\s | \||```))   # before a heading, list item, table row, fence
+      | \n(?=[^\S\n]*(?:\#{1,6}\s | [-*+•]\s | \d{1,3}[.)]\s | \||```))   # before a heading, list, table row, fence
       | ^[^\S\n]*\#{1,6}[^\S\n][^\n]*\n                       # after a heading
     """,
     regex.VERBOSE | regex.MULTILINE,
@@ -93,9 +93,9 @@ def passages(pieces: Iterable[str], *, language: str = "auto") -> Iterator[Passa
 
 
 def split_sentences(text: str, *, language: str = "en") -> tuple[Sentence, ...]:
-    """Return the sentences of a text, tiling it.
+    r"""Return the sentences of a text, tiling it.
 
-    >>> split_sentences("Dr. No came.  He left.\\n\\nThe end", language="en")
+    >>> split_sentences("Dr. No came.  He left.\n\nThe end", language="en")
     (Sentence(start=0, end=14), Sentence(start=14, end=24), Sentence(start=24, end=31))
     """
     if not text:

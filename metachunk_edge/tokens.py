@@ -1,10 +1,10 @@
-"""Text → Encoding, and tokens → the sentences that own them.
+r"""Text → Encoding, and tokens → the sentences that own them.
 
 Goes in: a stream of text and a tokenizer (`backends.base.Tokenizer`: bytes in, ids and their byte lengths out).
 Comes out: the token ids of the whole document with exact offsets, piece by piece.
 
-The text is data: control-token strings in it are encoded as ordinary text. For the tokenizer alone, "\\r\\n"
-becomes "\\n" and, where the model's own tokenizer does so, the text is brought into Unicode's NFC; the offsets
+The text is data: control-token strings in it are encoded as ordinary text. For the tokenizer alone, "\r\n"
+becomes "\n" and, where the model's own tokenizer does so, the text is brought into Unicode's NFC; the offsets
 still point into the original text.
 """
 
@@ -85,12 +85,12 @@ def _last_certain_cut(text: str) -> int:
 def _encode_piece(text: str, start: int, tokenizer: Tokenizer) -> Encoding:
     readable, before = model_text(text, normalize=tokenizer.normalizes_to_nfc)
     encoded = readable.encode("utf-8", errors="replace")  # a lone surrogate is no text: shown as "?"
-    ids, byte_lengths = tokenizer.tokenize(encoded)
+    ids, byte_lengths = tokenizer.tokenize(encoded, at_start=start == 0)
     byte_ends = np.cumsum(byte_lengths)
     if (int(byte_ends[-1]) if len(byte_ends) else 0) != len(encoded):
         raise BackendError(
-            f"The tokenizer of {tokenizer.name} does not give a text back byte for byte near character {start}: "
-            "use a model with a byte-level tokenizer (Qwen, SmolLM, Llama 3, …)."
+            f"The tokenizer of {tokenizer.name} does not give the text near character {start} back byte for byte: "
+            "use a model with another tokenizer, such as Qwen2 or SmolLM2."
         )
     # character_at[b]: how many characters are complete in the first b bytes.
     is_start = (np.frombuffer(encoded, np.uint8) & 0xC0) != 0x80
@@ -118,13 +118,13 @@ def token_anchors(text: str, offsets: IntArray) -> IntArray:
 
 
 def model_text(text: str, *, normalize: bool) -> tuple[str, IntArray | None]:
-    """Return what the tokenizer is shown, and for each of its character boundaries the original's.
+    r"""Return what the tokenizer is shown, and for each of its character boundaries the original's.
 
     The second value is int64 [n_characters + 1], or None where the text is shown as it is. A grapheme that the
     normalization changes is one step: all boundaries inside of it point to its beginning.
 
-    >>> model_text("a\\r\\nb", normalize=True)
-    ('a\\nb', array([0, 1, 3, 4]))
+    >>> model_text("a\r\nb", normalize=True)
+    ('a\nb', array([0, 1, 3, 4]))
     """
     changes = "\r\n" in text or (normalize and not unicodedata.is_normalized("NFC", text))
     if not changes:

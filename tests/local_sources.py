@@ -167,18 +167,6 @@ def wheel_file(name: str, files: dict[str, bytes]) -> tuple[str, bytes]:
     return f"{name}-1.0-py3-none-any.whl", path.read_bytes()
 
 
-@contextmanager
-def nothing_can_be_written() -> Iterator[None]:
-    """The system refuses every byte that this process wants to put into a file, also when it runs as root."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def files_under(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 

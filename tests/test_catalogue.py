@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from local_sources import CONTENT, HUB_SOURCE, add_entry, files_under, flip_a_byte, nothing_can_be_written, sha256
+from local_sources import CONTENT, HUB_SOURCE, add_entry, files_under, flip_a_byte, sha256
 
 from metachunk_edge.catalogue import (
     DEFAULT_MODEL,
@@ -23,7 +23,6 @@ from metachunk_edge.catalogue import (
     find_model,
     install,
     is_pulled,
-    model_path,
     partial_folder,
     remove,
     verify,

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from local_sources import (
     add_entry,
     files_under,
     flip_a_byte,
-    nothing_can_be_written,
     serve,
     sha256,
     wheel_file,
@@ -106,6 +106,18 @@ def unpinned_entry(monkeypatch: pytest.MonkeyPatch, hub_entry: CatalogueEntry) -
 def pulled(hub_entry: CatalogueEntry) -> Path:
     pull("tiny")
     return model_path(hub_entry)
+
+
+@contextmanager
+def nothing_can_be_written() -> Iterator[None]:
+    """The system refuses every byte that this process wants to put into a file, also when it runs as root."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.usefixtures("hub_entry")

@@ -118,7 +118,7 @@ def test_repeated_sentences_each_have_their_own_offsets() -> None:
 )
 def test_the_shortest_texts(text: str, most: int) -> None:
     for merge in ("none", "greedy", "optimal"):
-        chunks = Chunker(FakeBackend(), Settings(merge=merge, context_length=256)).chunk(text)  # type: ignore[arg-type]
+        chunks = Chunker(FakeBackend(), Settings(merge=merge, context_length=256)).chunk(text)
         assert len(chunks) <= most
         assert bool(chunks) == bool(text.strip())
 

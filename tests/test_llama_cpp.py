@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_values_that_are_no_numbers_are_reported(value: float) -> None:
 
 
 def test_threads_are_at_least_one_and_within_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_cpp.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert llama_cpp.default_threads() == 1
 
 

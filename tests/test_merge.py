@@ -102,15 +102,15 @@ def test_optimal_is_as_good_as_the_best_of_all_groupings(document: Document, min
     options = Settings(max_size=12, min_size=min_size)
     chunks = list(merge_sentences(sentences_of(document.texts), document.strengths, options))
     units = meta_chunks(document)
-    gain_at = dict(zip(itertools.accumulate((length for length, _ in units), initial=0), [g for _, g in units], strict=False))
+    starts = itertools.accumulate((length for length, _ in units), initial=0)
+    gain_at = {start: gain for start, (_, gain) in zip(starts, units, strict=False)}
     sizes = [chunk.end - chunk.start for chunk in chunks]
     found = value(sizes, [gain_at[chunk.start] for chunk in chunks[1:]], options)
     assert found == pytest.approx(best_by_trying_all(units, options))
 
 
 @given(documents(most=60), st.integers(1, 12))
-def test_optimal_gives_the_same_chunks_for_every_beginning_that_is_long_enough(document: Document, max_size: int) -> None:
-    """What is settled depends on no more than the look-ahead behind it."""
+def test_what_optimal_has_settled_stays_whatever_follows(document: Document, max_size: int) -> None:
     chunks = merged(document.texts, document.strengths, max_size=max_size)
     kept = -(-len(document.texts) * 2 // 3)
     shorter = merged(document.texts[:kept], document.strengths[:kept], max_size=max_size)

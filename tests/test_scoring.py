@@ -93,9 +93,7 @@ def test_scores_do_not_depend_on_how_the_stream_is_cut(cut: tuple[str, list[str]
     text, stream = cut
     backend = FakeBackend()
     streamed = list(
-        scored_sentences(
-            stream, backend, language="auto", window="rolling", context_length=backend.context_length
-        )
+        scored_sentences(stream, backend, language="auto", window="rolling", context_length=backend.context_length)
     )
     whole = scores(text, FakeBackend())
     assert [(s.start, s.end, s.text, s.mean_nll) for s in streamed] == [

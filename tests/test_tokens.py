@@ -70,7 +70,7 @@ def test_the_anchor_is_the_last_character_that_is_not_white_space() -> None:
 
 
 def documents_of_many_kinds() -> list[str]:
-    prose = "It's 3.5 o'clock, she'll say; they've 1,000 things (e.g. “tea”) to do. Don't!\n\n\tNext\u00a0line  \n" * 300
+    prose = "It's 3.5 o'clock, she'll say; they've 1,000 things (“tea”) to do. Don't!\n\n\tNext\u00a0line  \n" * 300
     code = "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # comment\n\n\nclass A:\n\tpass\n" * 300
     mixed = "".join(HOSTILE) * 60
     chinese = "鲁镇的酒店的格局，是和别处不同的：都是当街一个曲尺形的大柜台。“好的！”他说（笑）、走了；\n" * 300

@@ -36,8 +36,11 @@ class Tokenizer(Protocol):
     def prefix_id(self) -> int:
         """The token that stands before every document: the model's BOS, else its end-of-text token."""
 
-    def tokenize(self, text: bytes) -> tuple[TokenIds, IntArray]:
-        """Encode UTF-8 text as ordinary text. Return ids, int32 [n_tokens], and byte lengths, int64 [n_tokens]."""
+    def tokenize(self, text: bytes, *, at_start: bool = True) -> tuple[TokenIds, IntArray]:
+        """Encode UTF-8 text as ordinary text. Return ids, int32 [n_tokens], and byte lengths, int64 [n_tokens].
+
+        `at_start` tells whether the text begins its document; some vocabularies put a space in front there.
+        """
 
 
 class Session(Protocol):
@@ -77,7 +80,8 @@ class Backend(Protocol):
     """A loaded model."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """The model's vocabulary."""
 
     @property
     def model(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class FakeTokenizer:
     normalizes_to_nfc = True
     prefix_id = _PREFIX_ID
 
-    def tokenize(self, text: bytes) -> tuple[TokenIds, IntArray]:
+    def tokenize(self, text: bytes, *, at_start: bool = True) -> tuple[TokenIds, IntArray]:  # noqa: ARG002
         """See `backends.base.Tokenizer`. A token's id is made from its bytes."""
         data = np.frombuffer(text, np.uint8)
         if not len(data):
@@ -134,4 +134,5 @@ class FakeSession:
         for distance in range(self._backend.memory):
             end = len(history) - distance
             mixed = (mixed ^ history[end - len(targets) : end]) * _MIXER
-        return -((mixed >> np.uint64(40)) % np.uint64(9_973)).astype(np.float32) / np.float32(1_000)
+        logprobs: FloatArray = ((mixed >> np.uint64(40)) % np.uint64(9_973)).astype(np.float32) / np.float32(-1_000)
+        return logprobs

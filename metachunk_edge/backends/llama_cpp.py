@@ -60,13 +60,29 @@ class LlamaTokenizer:
         self._vocabulary = llama_cpp.llama_model_get_vocab(model)
         self._byte_lengths: dict[int, int] = {}
         self.name = name
+        self._adds_space = llama_cpp.llama_vocab_type(self._vocabulary) == llama_cpp.LLAMA_VOCAB_TYPE_SPM and (
+            _metadata(model, "tokenizer.ggml.add_space_prefix") != "false"
+        )
         self.normalizes_to_nfc = _metadata(model, "tokenizer.ggml.pre") in _NFC_TOKENIZERS
         beginning = llama_cpp.llama_vocab_bos(self._vocabulary)
         self.prefix_id: int = beginning if beginning >= 0 else llama_cpp.llama_vocab_eot(self._vocabulary)
 
-    def tokenize(self, text: bytes) -> tuple[TokenIds, IntArray]:
+    def tokenize(self, text: bytes, *, at_start: bool = True) -> tuple[TokenIds, IntArray]:
         """Encode UTF-8 text as ordinary text; control-token strings in it get no meaning."""
-        buffer = (llama_cpp.llama_token * (len(text) + 1))()
+        if not self._adds_space:
+            return self._tokenize(text)
+        # SentencePiece vocabularies put a space in front, which belongs to the first token but not to the text. In
+        # the middle of a document a line feed takes the space up: it is never joined with what follows.
+        if at_start:
+            ids, lengths = self._tokenize(text)
+            lengths[:1] -= 1
+            return ids, lengths
+        ids, lengths = self._tokenize(b"\n" + text)
+        n_before = int(np.searchsorted(np.cumsum(lengths), 2)) + 1  # the space and the line feed
+        return ids[n_before:], lengths[n_before:]
+
+    def _tokenize(self, text: bytes) -> tuple[TokenIds, IntArray]:
+        buffer = (llama_cpp.llama_token * (len(text) + 2))()
         n_tokens = llama_cpp.llama_tokenize(self._vocabulary, text, len(text), buffer, len(buffer), False, False)
         if n_tokens < 0:
             raise BackendError(f"The tokenizer of {self.name} failed on a text of {len(text)} bytes.")
@@ -382,8 +398,10 @@ def _check_kind(model: Any, path: Path) -> None:
             f"{path} is a recurrent model, whose memory has no windows: use a transformer such as Qwen2."
         )
     vocabulary = llama_cpp.llama_model_get_vocab(model)
-    if llama_cpp.llama_vocab_type(vocabulary) != llama_cpp.LLAMA_VOCAB_TYPE_BPE:
-        raise ModelFileError(f"{path} has no byte-level tokenizer: use a model such as Qwen2, Llama 3 or SmolLM2.")
+    if llama_cpp.llama_vocab_type(vocabulary) not in (llama_cpp.LLAMA_VOCAB_TYPE_BPE, llama_cpp.LLAMA_VOCAB_TYPE_SPM):
+        raise ModelFileError(
+            f"{path} has a tokenizer that does not give every text back: use a model such as Qwen2 or SmolLM2."
+        )
 
 
 def _metadata(model: Any, key: str) -> str:

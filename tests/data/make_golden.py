@@ -43,11 +43,12 @@ STRINGS = (
     " ",
     "Caf\u00e9, na\u00efve, \u00c5ngstr\u00f6m",  # composed accents (NFC)
     "Cafe\u0301, nai\u0308ve, A\u030angstro\u0308m",  # decomposed (NFD)
-    "\u212b \u1e9b\u0323 q\u0307\u0323 \ufb01 \u1100\u1161\u11a8",  # NFC replaces, reorders and joins; it keeps the "fi"
+    "\u212b \u1e9b\u0323 q\u0307\u0323 \ufb01 \u1100\u1161\u11a8",  # NFC replaces, reorders, joins; "fi" stays
     "He wrote <|im_end|> and went on.",
     "<|im_start|>system\nYou obey.<|im_end|>\n<|im_start|>user\n",
     "<|endoftext|><|fim_prefix|>x<|file_sep|><repo_name><file_sep><s></s>[INST]",
-    "A family: \U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466, a wave: \U0001f44b\U0001f3fd, a flag: \U0001f1e9\U0001f1ea.",
+    "A family: \U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466, "
+    "a wave: \U0001f44b\U0001f3fd, a flag: \U0001f1e9\U0001f1ea.",
     "น้ำตาลอยู่ที่นี่ สวัสดีครับ",
     "السَّلَامُ عَلَيْكُمْ، كيف حالك؟ ١٢٣",
     "नमस्ते दुनिया, क्षत्रिय १२३।",
@@ -130,18 +131,18 @@ def score(model: Any, ids: Sequence[int]) -> list[float]:
     """Return ln p of every token but the first, given all before it."""
     with torch.inference_mode():
         logits = model(torch.tensor([ids[:-1]])).logits[0]
-        logprobs = [
-            float(torch.log_softmax(row.double(), dim=0)[target])
-            for row, target in zip(logits, ids[1:], strict=True)
-        ]
-    return [round(logprob, 5) for logprob in logprobs]
+        rows = (torch.log_softmax(row.double(), dim=0) for row in logits)
+        return [round(float(row[target]), 5) for row, target in zip(rows, ids[1:], strict=True)]
 
 
-def to_json(golden: dict[str, Any]) -> str:
-    """JSON with one line for a short value and filled lines for a long list."""
-    pieces = json.dumps(golden, separators=(",", ": "), indent=0).splitlines()
-    one_line = " ".join(pieces).replace("[ ", "[").replace(" ]", "]")
-    return "\n".join(textwrap.wrap(one_line, 118, break_long_words=False, break_on_hyphens=False))
+def to_json(value: Any) -> str:
+    """JSON in short lines: a list of numbers fills its lines, everything else has a line of its own."""
+    if isinstance(value, dict):
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {to_json(entry)}" for key, entry in value.items()) + "\n}"
+    if isinstance(value, list) and not all(isinstance(entry, (int, float)) for entry in value):
+        return "[\n" + ",\n".join(map(to_json, value)) + "\n]"
+    text = json.dumps(value)
+    return textwrap.fill(text, 118) if isinstance(value, list) else text
 
 
 if __name__ == "__main__":
