@@ -2,4 +2,5 @@
 
 from metachunk_edge.cli import main
 
-main(prog_name="metachunk-edge")
+if __name__ == "__main__":
+    main(prog_name="metachunk-edge")

@@ -84,9 +84,15 @@ _OUTPUT = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 
 
 def _model_options(command: Any) -> Any:
-    for option in (
+    options = (
         click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, help="Catalogue name or GGUF file."),
-        click.option("--device", type=click.Choice(get_args(Device)), default="auto", show_default=True),
+        click.option(
+            "--device",
+            type=click.Choice(get_args(Device)),
+            default="auto",
+            show_default=True,
+            help="Where the model runs; auto: on the GPU where this build and machine have one.",
+        ),
         click.option("--threads", type=int, help="CPU threads. [default: the physical cores]"),
         click.option(
             "--context-length", type=int, default=_DEFAULTS.context_length, show_default=True, help="Tokens in view."
@@ -100,7 +106,8 @@ def _model_options(command: Any) -> Any:
         ),
         click.option("--language", default=_DEFAULTS.language, show_default=True, help="Code for splitting sentences."),
         click.option("--encoding", help="Of the inputs. [default: UTF-8, or what a byte-order mark says]"),
-    ):
+    )
+    for option in reversed(options):
         command = option(command)
     return command
 
@@ -119,7 +126,13 @@ def main() -> None:
 @click.option("--max-size", type=int, default=_DEFAULTS.max_size, show_default=True, help="No chunk is larger.")
 @click.option("--min-size", type=int, help="For --merge optimal. [default: a quarter of --max-size]")
 @click.option("--unit", type=click.Choice(get_args(Unit)), default=_DEFAULTS.unit, show_default=True, help="Of sizes.")
-@click.option("--method", type=click.Choice(get_args(Method)), default=_DEFAULTS.method, show_default=True)
+@click.option(
+    "--method",
+    type=click.Choice(get_args(Method)),
+    default=_DEFAULTS.method,
+    show_default=True,
+    help="How boundaries are found.",
+)
 @click.option(
     "--threshold",
     type=_word_or_number(float, "auto"),
@@ -150,7 +163,13 @@ def main() -> None:
     help="Cut from a file that `score` wrote, without a model.",
 )
 @click.option(
-    "-f", "--format", "output_format", type=click.Choice(get_args(Format)), default="jsonl", show_default=True
+    "-f",
+    "--format",
+    "output_format",
+    type=click.Choice(get_args(Format)),
+    default="jsonl",
+    show_default=True,
+    help="jsonl: one object per chunk and line; json: one object; text: to be read.",
 )
 @click.option("-o", "--output", type=_OUTPUT, help="A file. [default: standard output]")
 @click.option("-d", "--output-dir", type=click.Path(file_okay=False, path_type=Path), help="One file per input.")

@@ -95,8 +95,8 @@ def passages(pieces: Iterable[str], *, language: str = "auto") -> Iterator[Passa
 def split_sentences(text: str, *, language: str = "en") -> tuple[Sentence, ...]:
     r"""Return the sentences of a text, tiling it.
 
-    >>> split_sentences("Dr. No came.  He left.\n\nThe end", language="en")
-    (Sentence(start=0, end=14), Sentence(start=14, end=24), Sentence(start=24, end=31))
+    >>> split_sentences("She came.  He left.\n\nThe end", language="en")
+    (Sentence(start=0, end=11), Sentence(start=11, end=21), Sentence(start=21, end=28))
     """
     if not text:
         return ()

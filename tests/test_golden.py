@@ -1,13 +1,14 @@
 """Token ids and log-probabilities, held against a computation that shares nothing with llama.cpp.
 
 The golden values are those of `transformers` in float32, on the same weights (see data/make_golden.py). llama.cpp
-rounds activations to 8 bits on the CPU, hence the differences; on a
-float32 copy of the files the mean difference is below 0.003.
+rounds activations to 8 bits on the CPU, hence the differences. With float32 copies of the files, where it rounds none,
+the mean difference on kong_yiji.txt is 0.001 (SmolLM2) and 0.003 (Qwen).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,6 +77,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[Model]:
     try:
         file = find_model(name)
     except ModelNotFoundError as error:
+        if "REQUIRE_MODELS" in os.environ:
+            raise
         pytest.skip(str(error))
     golden = json.loads((DATA / f"golden_{name}.json").read_text(encoding="ascii"))
     backend = load_backend(file, device="cpu", context_length=CONTEXT_LENGTH)
