@@ -50,9 +50,10 @@ def check(text: str, chunks: list[Chunk], settings: Settings) -> None:
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--tokens", default=200_000, show_default=True, help="Budget.")
 @click.option("--characters", default=12_000, show_default=True, help="Of each document at most.")
-def main(model: str, tokens: int, characters: int) -> None:
+@click.option("--threads", type=int)
+def main(model: str, tokens: int, characters: int, threads: int | None) -> None:
     """Print a JSON report."""
-    chunker = Chunker.from_pretrained(model)
+    chunker = Chunker.from_pretrained(model, threads=threads)
     rows: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     started = time.perf_counter()
     n_tokens = 0

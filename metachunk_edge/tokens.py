@@ -19,7 +19,7 @@ import regex
 from metachunk_edge.backends.base import Tokenizer
 from metachunk_edge.errors import BackendError
 from metachunk_edge.sentences import is_grapheme_boundary
-from metachunk_edge.types import Encoding, IntArray
+from metachunk_edge.types import Encoding, IntArray, TokenIds
 
 __all__ = ["encode", "encode_stream", "join_encodings", "model_text", "token_anchors"]
 
@@ -84,14 +84,8 @@ def _last_certain_cut(text: str) -> int:
 
 def _encode_piece(text: str, start: int, tokenizer: Tokenizer) -> Encoding:
     readable, before = model_text(text, normalize=tokenizer.normalizes_to_nfc)
-    encoded = readable.encode("utf-8", errors="replace")  # a lone surrogate is no text: shown as "?"
-    ids, byte_lengths = tokenizer.tokenize(encoded, at_start=start == 0)
+    encoded, ids, byte_lengths = _tokenize_every_byte(readable, tokenizer, at_start=start == 0)
     byte_ends = np.cumsum(byte_lengths)
-    if (int(byte_ends[-1]) if len(byte_ends) else 0) != len(encoded):
-        raise BackendError(
-            f"The tokenizer of {tokenizer.name} does not give the text near character {start} back byte for byte: "
-            "use a model with another tokenizer, such as Qwen2 or SmolLM2."
-        )
     # character_at[b]: how many characters are complete in the first b bytes.
     is_start = (np.frombuffer(encoded, np.uint8) & 0xC0) != 0x80
     started = np.concatenate([[0], np.cumsum(is_start)])
@@ -102,6 +96,30 @@ def _encode_piece(text: str, start: int, tokenizer: Tokenizer) -> Encoding:
         starts, ends = before[starts], _ends_before(before, ends)
     offsets = np.stack([starts, ends], axis=1).astype(np.int64)
     return Encoding(ids=ids, offsets=offsets + start, anchors=token_anchors(text, offsets) + start)
+
+
+def _tokenize_every_byte(text: str, tokenizer: Tokenizer, *, at_start: bool) -> tuple[bytes, TokenIds, IntArray]:
+    """Return the UTF-8 that the tokenizer was shown, its token ids and their byte lengths.
+
+    A character that the vocabulary has no bytes for (some lack a few control characters) is shown as "?".
+    """
+    encoded = text.encode("utf-8", errors="replace")  # a lone surrogate is no text: shown as "?" too
+    ids, byte_lengths = tokenizer.tokenize(encoded, at_start=at_start)
+    if int(byte_lengths.sum()) != len(encoded):
+        known = {character: _is_known(character, tokenizer) for character in set(text)}
+        encoded = "".join(c if known[c] else "?" for c in text).encode("utf-8", errors="replace")
+        ids, byte_lengths = tokenizer.tokenize(encoded, at_start=at_start)
+    if int(byte_lengths.sum()) != len(encoded):
+        raise BackendError(
+            f"The tokenizer of {tokenizer.name} does not give a text back byte for byte: use a model with another one, "
+            "such as Qwen2 or SmolLM2."
+        )
+    return encoded, ids, byte_lengths
+
+
+def _is_known(character: str, tokenizer: Tokenizer) -> bool:
+    encoded = character.encode("utf-8", errors="replace")
+    return int(tokenizer.tokenize(encoded)[1].sum()) == len(encoded)
 
 
 def token_anchors(text: str, offsets: IntArray) -> IntArray:

@@ -39,4 +39,4 @@ def test_all_documents_on_the_fake_backend(shared_data: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.model
 def test_a_sample_of_every_folder_on_a_real_model(shared_data: Path, small_backend: Backend) -> None:
-    assert run(small_backend, shared_data, n_characters=700, n_documents=15) > 2_000
+    assert run(small_backend, shared_data, n_characters=400, n_documents=10) > 1_000

@@ -92,7 +92,7 @@ def test_a_long_document_has_the_ids_that_it_has_when_encoded_at_once(
 @pytest.mark.parametrize("which", ["small_backend", "default_backend"])
 def test_real_offsets_cover_hostile_texts(which: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(which).tokenizer
-    for text in HOSTILE:
+    for text in [*HOSTILE, "".join(map(chr, range(256))), "a\ud800b"]:
         offsets = encode(text, tokenizer).offsets
         assert offsets[0, 0] == 0
         assert offsets[-1, 1] == len(text)
