@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,12 +36,12 @@ def command(*arguments: str, folder: Path) -> str:
     return run.stdout.decode("utf-8")
 
 
-def check(text: str, chunks: list[dict[str, object]], max_tokens: int) -> None:
-    assert "".join(str(chunk["text"]) for chunk in chunks) == text
+def check(text: str, chunks: list[dict[str, Any]], max_tokens: int) -> None:
+    assert "".join(chunk["text"] for chunk in chunks) == text
     for place, chunk in enumerate(chunks):
         assert chunk["index"] == place
-        assert text[slice(chunk["start"], chunk["end"])] == chunk["text"]
-        assert 0 < int(str(chunk["n_tokens"])) <= max_tokens
+        assert text[chunk["start"] : chunk["end"]] == chunk["text"]
+        assert 0 < chunk["n_tokens"] <= max_tokens
 
 
 @pytest.fixture
