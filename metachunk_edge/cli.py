@@ -11,7 +11,6 @@ import io
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from metachunk_edge.backends import Device
 from metachunk_edge.batch import Batch, BatchReport, ChunkCount, DirectorySink, StreamSink, progress_in_bytes
 from metachunk_edge.catalogue import DEFAULT_MODEL, cache_folder, catalogue, find_model, is_pulled, remove, verify
 from metachunk_edge.chunker import Chunker, cut
+from metachunk_edge.console import Console, is_terminal
 from metachunk_edge.documents import (
     STANDARD_INPUT,
     TEXT_PATTERNS,
@@ -193,7 +193,7 @@ def chunk_command(context: click.Context, /, inputs: tuple[str, ...], scores_pat
     if options["output"] is not None and options["output_dir"] is not None:
         raise SettingsError("--output and --output-dir exclude each other: leave one of them out")
     found = list(find_documents(inputs, patterns=options["patterns"] or TEXT_PATTERNS))
-    with _Console(found) as console:
+    with Console(found) as console:
         report = _run(found, settings, console, options)
     console.summarize(report)
     if report.n_failed:
@@ -201,7 +201,7 @@ def chunk_command(context: click.Context, /, inputs: tuple[str, ...], scores_pat
 
 
 def _run(
-    found: list[Document | DocumentError], settings: Settings, console: _Console, options: dict[str, Any]
+    found: list[Document | DocumentError], settings: Settings, console: Console, options: dict[str, Any]
 ) -> BatchReport:
     def load() -> Chunker:
         return Chunker.from_pretrained(options["model"], settings, device=options["device"], threads=options["threads"])
@@ -280,7 +280,7 @@ def score_command(document_name: str, output: Path | None, **options: Any) -> No
     document = _one_document(document_name)
     encoding = options["encoding"]
     facts = None if document.path is None else check_document(document, encoding=encoding)
-    with _Console([document]) as console, _opened(output, [document.path]) as file:
+    with Console([document]) as console, _opened(output, [document.path]) as file:
         chunker = Chunker.from_pretrained(
             options["model"], settings, device=options["device"], threads=options["threads"]
         )
@@ -313,12 +313,12 @@ def models_list() -> None:
 @click.argument("name", default=DEFAULT_MODEL)
 def models_pull(name: str) -> None:
     """Download a model, check its SHA-256, and print its path."""
-    is_terminal = _is_terminal()
+    to_person = is_terminal()
     shown = ""
 
     def on_progress(message: str, done: int, total: int) -> None:
         nonlocal shown
-        if is_terminal:
+        if to_person:
             click.echo(f"\r\033[K{message}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", err=True, nl=False)
         elif message != shown:
             click.echo(f"{message} ({total / 1e6:,.0f} MB)", err=True)
@@ -327,7 +327,7 @@ def models_pull(name: str) -> None:
     try:
         model = pull(name, on_progress=on_progress)
     finally:
-        if shown and is_terminal:
+        if shown and to_person:
             click.echo(err=True)
     click.echo(f"{model.name}: SHA-256 is right ({model.sha256}).", err=True)
     click.echo(str(model.path))
@@ -361,7 +361,7 @@ def info_command() -> None:
     """Show versions, backends, devices, CPU features and the cache folder."""
     import llama_cpp
 
-    from metachunk_edge.backends.llama_cpp import default_threads, gpu_devices
+    from metachunk_edge.backends.devices import default_threads, gpu_devices
 
     features = llama_cpp.llama_print_system_info().decode("utf-8", errors="replace")
     default_state = "downloaded" if is_pulled(catalogue()[DEFAULT_MODEL]) else "not downloaded"
@@ -400,72 +400,3 @@ def _opened(output: Path | None, inputs: list[Path] | list[Path | None]) -> Iter
 
 def _resolved(path: Path) -> Path:
     return Path(os.path.realpath(path))
-
-
-def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
-class _Console:
-    """What a person sees on stderr: a progress bar where it is a terminal, problems, notes, a summary."""
-
-    def __init__(self, found: list[Document | DocumentError]) -> None:
-        self._n_inputs = len(found)
-        self._started = time.monotonic()
-        self._n_tokens = 0
-        self._bar: Any = None
-        if _is_terminal():
-            self._bar = click.progressbar(
-                iter(int, 1),  # without end: of standard input no length is known
-                length=sum(map(_n_bytes, found)) or None,
-                file=sys.stderr,
-                label="chunking",
-                item_show_func=lambda _: self._speed(),
-            )
-
-    def __enter__(self) -> _Console:
-        if self._bar is not None:
-            self._bar.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(*exception)
-
-    def on_problem(self, sentence: str) -> None:
-        """Print why a document failed."""
-        self._print(f"Error: {sentence}")
-
-    def on_note(self, sentence: str) -> None:
-        """Print what the user should know."""
-        self._print(f"Note: {sentence}")
-
-    def on_progress(self, n_tokens: int, n_bytes: int) -> None:
-        """Move the bar."""
-        self._n_tokens += n_tokens
-        if self._bar is not None:
-            self._bar.update(n_bytes)
-
-    def summarize(self, report: BatchReport) -> None:
-        """Print one line about several documents."""
-        if self._n_inputs < 2:
-            return
-        seconds = time.monotonic() - self._started
-        parts = [f"{report.n_written} of {self._n_inputs} documents, {report.n_chunks} chunks"]
-        parts += [f"{report.n_tokens:,} tokens in {seconds:.1f} s"] if report.n_tokens else []
-        parts += [f"{report.n_skipped} skipped (complete)"] if report.n_skipped else []
-        parts += [f"{report.n_failed} failed"] if report.n_failed else []
-        click.echo("; ".join(parts) + ".", err=True)
-
-    def _speed(self) -> str:
-        return f"{self._n_tokens / max(time.monotonic() - self._started, 1e-3):,.0f} tokens/s"
-
-    def _print(self, sentence: str) -> None:
-        click.echo(sentence if self._bar is None else f"\r\033[K{sentence}", err=True)
-
-
-def _n_bytes(item: Document | DocumentError) -> int:
-    with contextlib.suppress(OSError):  # it may have vanished, and is reported when its turn comes
-        if isinstance(item, Document) and item.path is not None:
-            return item.path.stat().st_size
-    return 0

@@ -124,9 +124,10 @@ def _in_directory(directory: Path, patterns: Sequence[str]) -> Iterator[Document
     unreadable: list[OSError] = []
     found: list[Path] = []
     for folder, subfolders, names in os.walk(directory, onerror=unreadable.append):
-        subfolders[:] = [
-            name for name in subfolders if not name.startswith(".") and not Path(folder, name, RECORD_NAME).exists()
-        ]
+        if RECORD_NAME in names and Path(folder) != directory:
+            subfolders.clear()
+            continue
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
         found += [path for path in paths if _matches(path.relative_to(directory), patterns)]
     for error in unreadable:
@@ -191,7 +192,7 @@ def _decode(file: BinaryIO, source: str, encoding: str | None) -> Iterator[tuple
     data = file.read(_READ_BYTES)
     marked = next((name for mark, name in _MARKS if data.startswith(mark)), None)
     _refuse_binary(data, source, stated=encoding is not None or marked is not None)
-    encoding = encoding or marked or "utf-8"
+    encoding = (marked or "utf-8") if encoding is None else encoding
     decoder = _decoder(encoding)
     n_bytes = 0
     begun = False
@@ -208,7 +209,7 @@ def _decode(file: BinaryIO, source: str, encoding: str | None) -> Iterator[tuple
         except UnicodeError as error:
             raise DocumentError(f"{source}: not {encoding.upper()} text ({error}).") from error
         yield data, (text if begun else text.removeprefix("\ufeff"))
-        begun = begun or bool(text)
+        begun = True
         if not data:
             return
         data = file.read(_READ_BYTES)

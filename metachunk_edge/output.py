@@ -114,6 +114,8 @@ def new_file(path: Path) -> Iterator[TextIO]:
             partial.unlink(missing_ok=True)
     except BrokenPipeError:
         raise
+    except FileExistsError as error:
+        raise DocumentError(f"{path}: cannot be written ({error.filename} is no directory).") from error
     except OSError as error:
         raise DocumentError(f"{path}: cannot be written ({error.strerror or error}).") from error
 

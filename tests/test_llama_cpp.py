@@ -21,7 +21,7 @@ from metachunk_edge import (
     SettingsError,
     find_model,
 )
-from metachunk_edge.backends import llama_cpp, load_backend
+from metachunk_edge.backends import devices, llama_cpp, load_backend
 from metachunk_edge.backends.base import Backend
 
 SMALL_MODEL = "smollm2-135m-instruct"
@@ -57,10 +57,10 @@ def test_values_that_are_no_numbers_are_reported(value: float) -> None:
 
 def test_threads_are_at_least_one_and_within_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert llama_cpp.default_threads() == 1
+    assert devices.default_threads() == 1
 
 
-@pytest.mark.skipif(bool(llama_cpp.gpu_devices()), reason="this machine has a GPU")
+@pytest.mark.skipif(bool(devices.gpu_devices()), reason="this machine has a GPU")
 @pytest.mark.model
 def test_a_gpu_that_is_not_there_is_named_in_one_sentence(small_backend: Backend) -> None:
     assert small_backend.model["device"] == "cpu"

@@ -7,7 +7,6 @@ held (151,936 × 4 bytes a token for Qwen). A model can have several contexts; e
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import weakref
 from collections import deque
@@ -20,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
-import psutil
 
 from metachunk_edge.backends.base import MAX_PACKED, N_SINKS
-from metachunk_edge.errors import BackendError, DeviceError, ModelFileError, SettingsError
+from metachunk_edge.backends.devices import choose_device, default_threads
+from metachunk_edge.errors import BackendError, ModelFileError, SettingsError
 from metachunk_edge.types import FloatArray, IntArray, TokenIds
 
 if TYPE_CHECKING:
     from metachunk_edge.backends import Device
     from metachunk_edge.catalogue import ModelFile
 
-__all__ = ["LlamaCppBackend", "default_threads", "gpu_devices", "reduce_logits"]
+__all__ = ["LlamaCppBackend", "reduce_logits"]
 
 BLOCK_SIZE = 128
 """Tokens per call. 256 is no faster on CPUs without AVX-512 and takes 300 MB more for the 0.5B model."""
@@ -112,7 +111,7 @@ class LlamaCppBackend:
         self.row_multiple = ROW_MULTIPLE
         self.context_length = context_length
         self._file = model
-        self._device = _choose_device(device)
+        self._device = choose_device(device)
         self._threads = threads or default_threads()
         self._lock = threading.Lock()
         self._idle: list[_Context] = []
@@ -315,61 +314,6 @@ def reduce_logits(logits: FloatArray, targets: TokenIds, scratch: FloatArray) ->
             "this model, or the file is damaged: try --device cpu, and `metachunk-edge models verify`."
         )
     return logprobs
-
-
-def default_threads() -> int:
-    """Return the number of physical cores within this process's CPU affinity and control-group quota."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    physical = psutil.cpu_count(logical=False) or affinity
-    return max(1, min(affinity, physical, _quota()))
-
-
-def _quota() -> int:
-    """CPUs that a Linux control group (a container's limit) grants, rounded up; many where there is no limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        if quota != "max":
-            return -(-int(quota) // int(period))
-    except (OSError, ValueError):
-        pass  # no control groups of version 2 here
-    return 1_024
-
-
-def gpu_devices() -> list[str]:
-    """Return the descriptions of the GPUs that this build of llama.cpp can use."""
-    if not llama_cpp.llama_supports_gpu_offload():
-        return []
-    from llama_cpp._ggml import libggml
-
-    libggml.ggml_backend_dev_get.restype = libggml.ggml_backend_dev_description.restype = ctypes.c_void_p
-    libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    libggml.ggml_backend_dev_description.argtypes = libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_dev_description.restype = ctypes.c_char_p
-    devices = [libggml.ggml_backend_dev_get(number) for number in range(libggml.ggml_backend_dev_count())]
-    names = [libggml.ggml_backend_dev_description(device) for device in devices if _is_gpu(libggml, device)]
-    return [name.decode("utf-8", errors="replace") for name in names]
-
-
-def _is_gpu(library: Any, device: int) -> bool:
-    return int(library.ggml_backend_dev_type(device)) in (1, 2)  # GPU, integrated GPU
-
-
-def _choose_device(device: Device) -> str:
-    if device == "cpu":
-        return "cpu"
-    gpus = gpu_devices()
-    if gpus:
-        return f"gpu: {gpus[0]}"
-    if device == "gpu":
-        why = (
-            "llama.cpp finds no GPU on this machine"
-            if llama_cpp.llama_supports_gpu_offload()
-            else "this build of llama-cpp-python has no GPU support (reinstall it with CMAKE_ARGS=-DGGML_CUDA=on, "
-            "-DGGML_VULKAN=on or -DGGML_METAL=on)"
-        )
-        raise DeviceError(f"There is no GPU to use: {why}; or use --device cpu.")
-    return "cpu"
 
 
 def _load(path: Path, *, on_gpu: bool) -> _Model:
