@@ -44,7 +44,7 @@ __all__ = ["Chunker", "cut"]
 class Chunker:
     """Cuts texts into chunks with one loaded model.
 
-    Safe to share between threads: calls of `chunk`, `chunk_many` and `analyze` take turns; `chunk_iter` and
+    Safe to share between threads: calls of `chunk` and `analyze` take turns; `chunk_iter`, `chunk_many` and
     `score_iter`, which may be left half-way, have a model context of their own while they run.
 
     >>> from metachunk_edge.backends.fake import FakeBackend
@@ -107,15 +107,9 @@ class Chunker:
 
     def chunk_many(self, texts: Iterable[str], *, on_tokens: OnTokens | None = None) -> Iterator[list[Chunk]]:
         """Yield the chunks of each text, in order. Short texts share the model's batches; the chunks are the same."""
-        with self._turn:
-            scored = score_documents(
-                (text if text.strip() else "" for text in texts),
-                self.backend,
-                **self.settings.scoring(),
-                on_tokens=on_tokens,
-            )
-            for sentences in scored:
-                yield list(cut(sentences, self.settings))
+        filled = (text if text.strip() else "" for text in texts)
+        for sentences in score_documents(filled, self.backend, **self.settings.scoring(), on_tokens=on_tokens):
+            yield list(cut(sentences, self.settings))
 
     def chunk_iter(self, stream: Iterable[str], *, on_tokens: OnTokens | None = None) -> Iterator[Chunk]:
         """Yield the chunks of a stream of text, e.g. an open file, as soon as they are settled.

@@ -40,7 +40,7 @@ class Writer:
         self._file = file
         self._write = {"jsonl": self._lines, "json": self._json, "text": self._text}[output_format]
         self._is_json = output_format == "json"
-        self._header = {"format": "metachunk-edge", "version": 1, "model": None, "settings": settings}
+        self._header: dict[str, Any] = {"format": "metachunk-edge", "version": 1, "model": None, "settings": settings}
         self._can_cut_back = can_cut_back and file.seekable()
         self._n_documents = 0
 
@@ -68,9 +68,15 @@ class Writer:
     def _opening(self) -> str:
         return json.dumps(self._header, ensure_ascii=False)[:-1] + ', "documents": [\n'
 
+    def _model_label(self) -> str:
+        """The identity of the model in one short string: name and the beginning of the file's SHA-256."""
+        model = self._header["model"]
+        return f"{model['name']}@{model['sha256'][:12]}" if model["sha256"] else str(model["name"])
+
     def _lines(self, source: str, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
-            self._file.write(json.dumps({"source": source, **asdict(chunk)}, ensure_ascii=False) + "\n")
+            record = {"source": source, **asdict(chunk), "model": self._model_label()}
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self._file.flush()
 
     def _json(self, source: str, chunks: Iterable[Chunk]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from metachunk_edge.errors import SettingsError
 
 __all__ = ["Merge", "Method", "Settings", "Unit", "Window"]
+
+_LANGUAGE = re.compile(r"auto|[a-z]{2,3}([-_][a-z0-9]+)*", re.IGNORECASE)
 
 Unit = Literal["tokens", "words", "characters"]
 Method = Literal["perplexity"]
@@ -61,6 +64,8 @@ class Settings:
         if self.min_size is not None:
             _check_integer("min_size", self.min_size, 0, self.max_size)
         _check_integer("context_length", self.context_length, 1, None)
+        if not (isinstance(self.language, str) and _LANGUAGE.fullmatch(self.language)):
+            raise SettingsError(f'language must be a code such as en, zh or pt-br, or "auto", got {self.language!r}')
         if self.overlap not in ("none", "dynamic"):
             _check_integer("overlap", self.overlap, 0, self.max_size - 1)
         if self.threshold != "auto" and not (_is_number(self.threshold) and 0 <= self.threshold < math.inf):

@@ -119,6 +119,7 @@ def chunks_in(path: Path) -> dict[str, list[Chunk]]:
     found: dict[str, list[Chunk]] = {}
     for line in path.read_text("utf-8").splitlines():
         record = json.loads(line)
+        assert record.pop("model").startswith("fake")
         found.setdefault(record.pop("source"), []).append(Chunk(**record))
     return found
 

@@ -76,6 +76,13 @@ def test_a_stream_left_half_way_blocks_nobody() -> None:
     assert [first, *stream] == made.chunk(TEXT)
 
 
+def test_many_texts_left_half_way_block_nobody() -> None:
+    made = chunker()
+    results = made.chunk_many([TEXT, TEXT])
+    first = next(results)
+    assert made.chunk(TEXT) == first == next(results)
+
+
 def test_the_callback_hears_every_token_and_the_last_character() -> None:
     heard: list[tuple[int, int]] = []
     made = chunker()
@@ -109,6 +116,7 @@ def test_scored_sentences_are_public_values() -> None:
         ({"merge": "all"}, "merge must be one of none, greedy, optimal"),
         ({"method": "magic"}, "method must be one of perplexity"),
         ({"window": "sliding"}, "window must be one of rolling, strided"),
+        ({"language": "English please"}, "language must be a code such as en"),
         ({"context_length": 0}, "context_length must be at least 1"),
     ],
 )

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from fake_cli import CONTEXT_LENGTH, child_environment, fake_backend, refuse_sockets, start, use_fake_model, wait_for
 
 from metachunk_edge import DEFAULT_MODEL, Backend, Chunk, Chunker, ModelFile, Settings, __version__, catalogue, cli
-from metachunk_edge.backends.llama_cpp import gpu_devices
+from metachunk_edge.backends.devices import gpu_devices
 from metachunk_edge.documents import RECORD_NAME
 from metachunk_edge.errors import BackendError, DownloadError
 
@@ -75,6 +75,7 @@ def is_misused(*arguments: str) -> str:
 
 def chunks_in(lines: str, source: str = "a.txt") -> list[Chunk]:
     records = [json.loads(line) for line in lines.split("\n") if line]
+    assert all(record.pop("model") for record in records)
     return [Chunk(**record) for record in records if record.pop("source") == source]
 
 
@@ -128,7 +129,7 @@ def test_standard_output_has_one_json_object_per_chunk_and_nothing_else() -> Non
     assert len(records) > 3
     assert "".join(record["text"] for record in records) == TEXT
     for number, record in enumerate(records):
-        assert list(record) == ["source", "index", "text", "start", "end", "n_tokens", "boundary_strength"]
+        assert list(record) == ["source", "index", "text", "start", "end", "n_tokens", "boundary_strength", "model"]
         assert record["index"] == number
         assert record["text"] == TEXT[record["start"] : record["end"]]
         assert 0 < record["n_tokens"] <= 20

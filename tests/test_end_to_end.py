@@ -59,7 +59,8 @@ def test_json_lines_of_two_documents_from_the_default_model(folder: Path) -> Non
         own = [chunk for chunk in chunks if chunk["source"] == name]
         check(text, own, 120)
         assert len(own) > 1
-        assert any(chunk["boundary_strength"] for chunk in own)
+        assert [chunk["boundary_strength"] is None for chunk in own] == [True, *[False] * (len(own) - 1)]
+        assert all(chunk["model"] == f"{DEFAULT_MODEL}@1d9614638d18" for chunk in own)
 
 
 def test_json_from_the_default_model_says_which_model_and_settings(folder: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -165,3 +167,12 @@ def test_a_model_can_be_loaded_and_dropped_many_times(small_backend: Backend) ->
         Chunker.from_pretrained(SMALL_MODEL, Settings(context_length=512)).chunk("A short text. Another sentence.")
         sizes.append(psutil.Process().memory_info().rss)
     assert sizes[-1] - sizes[1] < 100e6
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals cannot be sent to oneself on Windows")
+def test_an_interrupt_while_a_model_loads_is_raised_afterwards() -> None:
+    finished = False
+    with pytest.raises(KeyboardInterrupt), llama_cpp._interrupts_after():
+        os.kill(os.getpid(), signal.SIGINT)
+        finished = True
+    assert finished

@@ -56,10 +56,19 @@ def test_json_lines_hold_one_whole_chunk_each() -> None:
     lines = written("jsonl", ("a b.txt", FIRST), ("童话.txt", SECOND)).split("\n")
     assert lines.pop() == ""
     assert [json.loads(line) for line in lines] == [
-        *({"source": "a b.txt", **record(chunk)} for chunk in FIRST),
-        *({"source": "童话.txt", **record(chunk)} for chunk in SECOND),
+        *({"source": "a b.txt", **record(chunk), "model": "fake@000000000000"} for chunk in FIRST),
+        *({"source": "童话.txt", **record(chunk), "model": "fake@000000000000"} for chunk in SECOND),
     ]
-    assert list(json.loads(lines[0])) == ["source", "index", "text", "start", "end", "n_tokens", "boundary_strength"]
+    assert list(json.loads(lines[0])) == [
+        "source",
+        "index",
+        "text",
+        "start",
+        "end",
+        "n_tokens",
+        "boundary_strength",
+        "model",
+    ]
 
 
 def test_json_is_one_object_with_model_settings_and_documents() -> None:

@@ -6,11 +6,13 @@ held (151,936 × 4 bytes a token for Qwen). A model can have several contexts; e
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -319,7 +321,7 @@ def reduce_logits(logits: FloatArray, targets: TokenIds, scratch: FloatArray) ->
 def _load(path: Path, *, on_gpu: bool) -> _Model:
     parameters = llama_cpp.llama_model_default_params()
     parameters.n_gpu_layers = 999 if on_gpu else 0
-    with _engine_lock:
+    with _engine_lock, _interrupts_after():
         llama_cpp.llama_log_set(_keep_message, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         _engine_messages.clear()
@@ -332,6 +334,27 @@ def _load(path: Path, *, on_gpu: bool) -> _Model:
     model = _Model(pointer)
     _check_kind(pointer, path)
     return model
+
+
+@contextlib.contextmanager
+def _interrupts_after() -> Iterator[None]:
+    """Raise Ctrl-C behind the block: inside the engine's log callback it would be printed and lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = False
+
+    def remember(_signal: int, _frame: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    previous = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _check_kind(model: Any, path: Path) -> None:
