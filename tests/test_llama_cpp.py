@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -154,6 +155,14 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     path.write_text("This is no model. " * 1_000)
     with pytest.raises(ModelFileError, match=r"text\.gguf"):
         load_backend(file_at(path))
+
+
+@pytest.mark.model
+def test_a_tokenizer_outlives_its_backend(small_backend: Backend) -> None:
+    text = b"A tokenizer needs the vocabulary of its model."
+    tokenizer = load_backend(find_model(SMALL_MODEL), context_length=512).tokenizer
+    gc.collect()
+    np.testing.assert_array_equal(tokenizer.tokenize(text)[0], small_backend.tokenizer.tokenize(text)[0])
 
 
 @pytest.mark.model

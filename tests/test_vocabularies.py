@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from strategies import TEXTS
 
-from metachunk_edge.backends.llama_cpp import LlamaTokenizer
+from metachunk_edge.backends.llama_cpp import LlamaModel, LlamaTokenizer
 from metachunk_edge.tokens import encode
 
 SPACE = "▁"
@@ -47,16 +46,15 @@ def _silent(_level: int, _text: bytes, _user_data: ctypes.c_void_p) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaTokenizer]:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LlamaTokenizer:
     path = tmp_path_factory.mktemp("vocabulary") / "sentencepiece.gguf"
     write_vocabulary(path)
     llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     parameters = llama_cpp.llama_model_default_params()
     parameters.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
-    yield LlamaTokenizer(model, "sentencepiece")
-    llama_cpp.llama_model_free(model)
+    model = LlamaModel(llama_cpp.llama_model_load_from_file(str(path).encode(), parameters))
+    return LlamaTokenizer(model, "sentencepiece")
 
 
 def test_the_space_in_front_belongs_to_no_character(tokenizer: LlamaTokenizer) -> None:

@@ -54,17 +54,26 @@ def _keep_message(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
         _engine_messages.append(text.decode("utf-8", errors="replace").strip())
 
 
+class LlamaModel:
+    """A loaded model. It is freed with the last reference to it: tokenizers and contexts hold one."""
+
+    def __init__(self, pointer: Any) -> None:
+        self.pointer = pointer
+        self._finalizer = weakref.finalize(self, llama_cpp.llama_model_free, pointer)
+
+
 class LlamaTokenizer:
     """See `backends.base.Tokenizer`."""
 
-    def __init__(self, model: Any, name: str) -> None:
-        self._vocabulary = llama_cpp.llama_model_get_vocab(model)
+    def __init__(self, model: LlamaModel, name: str) -> None:
+        self._model = model
+        self._vocabulary = llama_cpp.llama_model_get_vocab(model.pointer)
         self._byte_lengths: dict[int, int] = {}
         self.name = name
         self._adds_space = llama_cpp.llama_vocab_type(self._vocabulary) == llama_cpp.LLAMA_VOCAB_TYPE_SPM and (
-            _metadata(model, "tokenizer.ggml.add_space_prefix") != "false"
+            _metadata(model.pointer, "tokenizer.ggml.add_space_prefix") != "false"
         )
-        self.normalizes_to_nfc = _metadata(model, "tokenizer.ggml.pre") in _NFC_TOKENIZERS
+        self.normalizes_to_nfc = _metadata(model.pointer, "tokenizer.ggml.pre") in _NFC_TOKENIZERS
         beginning = llama_cpp.llama_vocab_bos(self._vocabulary)
         self.prefix_id: int = beginning if beginning >= 0 else llama_cpp.llama_vocab_eot(self._vocabulary)
 
@@ -118,7 +127,7 @@ class LlamaCppBackend:
         self._lock = threading.Lock()
         self._idle: list[_Context] = []
         self._model = _load(model.path, on_gpu=self._device != "cpu")
-        self.tokenizer = LlamaTokenizer(self._model.pointer, model.name)
+        self.tokenizer = LlamaTokenizer(self._model, model.name)
         self.position_limit: int = llama_cpp.llama_model_n_ctx_train(self._model.pointer)
         if context_length > self.position_limit:
             raise SettingsError(
@@ -161,18 +170,10 @@ class LlamaCppBackend:
                 self._idle.append(context)
 
 
-class _Model:
-    """A loaded model, freed with the last reference to it."""
-
-    def __init__(self, pointer: Any) -> None:
-        self.pointer = pointer
-        self._finalizer = weakref.finalize(self, llama_cpp.llama_model_free, pointer)
-
-
 class _Context:
     """A llama.cpp context with its batch; its lock keeps two threads from feeding it at once."""
 
-    def __init__(self, model: _Model, context_length: int, block_size: int, threads: int, device: str) -> None:
+    def __init__(self, model: LlamaModel, context_length: int, block_size: int, threads: int, device: str) -> None:
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = context_length + ROW_MULTIPLE
         parameters.n_batch = parameters.n_ubatch = block_size
@@ -187,7 +188,7 @@ class _Context:
             self._pointer = llama_cpp.llama_init_from_model(model.pointer, parameters)
         if not self._pointer:
             raise BackendError(f"llama.cpp made no context of {context_length} tokens: {_reason()}")
-        self._model = model  # a context must not outlive its model
+        self._model = model
         self._memory = llama_cpp.llama_get_memory(self._pointer)
         self._n_vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
         self._batch = llama_cpp.llama_batch_init(block_size, 0, 1)
@@ -318,7 +319,7 @@ def reduce_logits(logits: FloatArray, targets: TokenIds, scratch: FloatArray) ->
     return logprobs
 
 
-def _load(path: Path, *, on_gpu: bool) -> _Model:
+def _load(path: Path, *, on_gpu: bool) -> LlamaModel:
     parameters = llama_cpp.llama_model_default_params()
     parameters.n_gpu_layers = 999 if on_gpu else 0
     with _engine_lock, _interrupts_after():
@@ -331,7 +332,7 @@ def _load(path: Path, *, on_gpu: bool) -> _Model:
             f"{path} cannot be loaded: {_reason()}. The file is cut short, damaged, or of a kind that this llama.cpp "
             "does not know: download it again, or use another model."
         )
-    model = _Model(pointer)
+    model = LlamaModel(pointer)
     _check_kind(pointer, path)
     return model
 
