@@ -144,7 +144,8 @@ class DirectorySink:
         """Whether the complete result of this content with these settings is already there."""
         entry = self._record.get(self._name(document))
         made_from = None if entry is None else (entry.content, entry.fingerprint)
-        return entry is not None and made_from == (content, self._fingerprint) and entry.is_unchanged(self._directory)
+        wanted = (_content(document, content), self._fingerprint)
+        return entry is not None and made_from == wanted and entry.is_unchanged(self._directory)
 
     def write(self, document: Document, content: str | None, chunks: Iterable[Chunk], model: dict[str, Any]) -> None:
         """Write a document's file, and the record of it."""
@@ -154,6 +155,7 @@ class DirectorySink:
             writer.write(document.source, chunks, model=model)
             writer.close()
         if content is not None:
+            content = _content(document, content)
             record_completed(self._directory, name, content=content, fingerprint=self._fingerprint)
 
     def _name(self, document: Document) -> str:
@@ -274,3 +276,8 @@ class Batch:
     def _failed(self, error: DocumentError) -> None:
         self.report.n_failed += 1
         self.listener.on_problem(str(error))
+
+
+def _content(document: Document, sha256: str) -> str:
+    """What a result depends on besides the settings: the bytes, and the name that every chunk carries."""
+    return f"{sha256} {document.source}"

@@ -27,7 +27,7 @@ def find_boundaries(mean_nll: Iterable[float], threshold: float | Literal["auto"
     With "auto" the threshold starts at 0; once 100 minima have been seen, it is the smallest drop among all minima
     so far (the smaller side of the first kind), as the authors' code has it.
 
-    Looks ahead by one sentence, whatever the length of the stream.
+    The entry of a sentence needs no later sentence, so that a stream is never held up.
 
     Source: Meta-Chunking (arXiv 2410.12788), Section 3.1.1; the moving threshold: the authors' code.
 

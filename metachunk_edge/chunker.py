@@ -4,8 +4,8 @@
              sentences.py, tokens.py  windows.py  scoring.py           boundaries.py  merge.py
 
 Every stage is a generator that pulls from the one before it, so a stream of any length passes through in constant
-memory, and the first chunk comes out after a few blocks. `Chunker` binds a loaded model to settings; `cut` is the
-part behind the model, for scores that are already there.
+memory, and a chunk comes out as soon as no later sentence can change it. `Chunker` binds a loaded model to settings;
+`cut` is the part behind the model, for scores that are already there.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = ["Chunker", "cut"]
 class Chunker:
     """Cuts texts into chunks with one loaded model.
 
-    Safe to share between threads: calls of `chunk` and `analyze` take turns; `chunk_iter`, `chunk_many` and
-    `score_iter`, which may be left half-way, have a model context of their own while they run.
+    Safe to share between threads. Calls of `chunk` and `analyze` take turns, which saves memory; `chunk_iter`,
+    `chunk_many` and `score_iter`, which may be left half-way, have a model context of their own while they run.
 
     >>> from metachunk_edge.backends.fake import FakeBackend
     >>> chunker = Chunker(FakeBackend(), Settings(max_size=4, context_length=256))

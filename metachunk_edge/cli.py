@@ -214,7 +214,9 @@ def _run(
             directory,
             output_format,
             settings=settings,
-            fingerprint=settings.fingerprint(made_with | {name: options[name] for name in ("device", "threads")}),
+            fingerprint=settings.fingerprint(
+                made_with | {name: options[name] for name in ("device", "threads", "encoding")}
+            ),
             resume=options["resume"],
             inputs=frozenset(map(_resolved, inputs)),
         )
@@ -274,7 +276,7 @@ def _one_document(name: str) -> Document:
 def score_command(document_name: str, output: Path | None, **options: Any) -> None:
     """Write the score of every sentence and token of a text, with their offsets.
 
-    `metachunk-edge chunk FILE --scores SCORES` cuts from them in milliseconds.
+    `metachunk-edge chunk FILE --scores SCORES` cuts from them at once.
     """
     settings = Settings(**{name: options[name] for name in ("context_length", "window", "language")})
     document = _one_document(document_name)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Protocol, cast
 
 from metachunk_edge.errors import DocumentError, SettingsError
 
@@ -38,6 +38,7 @@ RECORD_NAME = ".metachunk-edge.jsonl"
 
 STANDARD_INPUT = "-"
 
+_FIRST_BYTES = 8_192  # enough to tell text from binary data
 _READ_BYTES = 65_536
 _MARKS = (  # the longer ones first: UTF-32's begins with UTF-16's
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -181,15 +182,21 @@ def _decoded(document: Document, encoding: str | None) -> Iterator[tuple[bytes, 
             with document.path.open("rb") as file:
                 yield from _decode(file, document.source, encoding)
         elif sys.stdin is not None:
-            yield from _decode(sys.stdin.buffer, document.source, encoding)
+            yield from _decode(cast("_Readable", sys.stdin.buffer), document.source, encoding)
         else:
             raise DocumentError("-: standard input is closed.")
     except OSError as error:
         raise DocumentError(f"{document.source}: cannot be read ({error.strerror or error}).") from error
 
 
-def _decode(file: BinaryIO, source: str, encoding: str | None) -> Iterator[tuple[bytes, str]]:
-    data = file.read(_READ_BYTES)
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+    def read1(self, size: int, /) -> bytes: ...
+
+
+def _decode(file: _Readable, source: str, encoding: str | None) -> Iterator[tuple[bytes, str]]:
+    data = file.read(_FIRST_BYTES)
     marked = next((name for mark, name in _MARKS if data.startswith(mark)), None)
     _refuse_binary(data, source, stated=encoding is not None or marked is not None)
     encoding = (marked or "utf-8") if encoding is None else encoding
@@ -212,7 +219,7 @@ def _decode(file: BinaryIO, source: str, encoding: str | None) -> Iterator[tuple
         begun = True
         if not data:
             return
-        data = file.read(_READ_BYTES)
+        data = file.read1(_READ_BYTES)  # what a live pipe has so far, without waiting for more
 
 
 def _decoder(encoding: str) -> codecs.IncrementalDecoder:
@@ -230,7 +237,7 @@ def _refuse_binary(data: bytes, source: str, *, stated: bool) -> None:
     for magic, kind in _KNOWN_BINARIES:
         if data.startswith(magic):
             raise DocumentError(f"{source}: not text but {kind}; export its text first.")
-    beginning = data[:8_192]
+    beginning = data[:_FIRST_BYTES]
     n_control = sum(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in beginning)
     if not stated and n_control * 10 > len(beginning) * 3:
         raise DocumentError(

@@ -18,6 +18,7 @@ A size is the number of units of measure (tokens, words, characters) that the ch
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ def merge_sentences(
     group = {"none": _group_none, "greedy": _group_greedy, "optimal": _group_optimal}[settings.merge]
     units = _units(zip(sentences, boundaries, strict=False), settings)
     for index, members in enumerate(group(units, settings)):
-        pieces = [*_fitting_lead(members, settings.max_size), *(piece for unit in members for piece in unit.pieces)]
+        core = [piece for unit in members for piece in unit.pieces]
+        pieces = [*_fitting(members[0].lead, core[-1], settings.max_size), *core]
         yield Chunk(
             index=index,
             text="".join(piece.text for piece in pieces),
@@ -119,7 +121,8 @@ def _units(sentences: Iterable[tuple[ScoredSentence, float | None]], settings: S
     n_words = 0
 
     def unit(pieces: list[Piece], strength: float | None, gain: float) -> MergeUnit:
-        lead = () if settings.overlap == "dynamic" and strength is None else tuple(before)
+        repeated = () if settings.overlap == "dynamic" and strength is None else before
+        lead = _fitting(repeated, pieces[-1], settings.max_size)  # what cannot be repeated must not decide the cuts
         before.extend(pieces)
         return MergeUnit(tuple(pieces), strength, gain, lead)
 
@@ -219,8 +222,8 @@ def _group_while_fitting(
 def _group_optimal(units: Iterable[MergeUnit], settings: Settings) -> Iterator[list[MergeUnit]]:
     """Dynamic programming over cuts; see the module's docstring for the objective.
 
-    Linear in the number of units: each looks back only as far as one chunk reaches. A cut is settled as soon as all
-    ways to go on share it, at the latest after LOOK_AHEAD_CHUNKS.
+    Linear in the number of units, times the number that fits into one chunk: so far each looks back. A cut is settled
+    as soon as all ways to go on share it, at the latest after LOOK_AHEAD_CHUNKS.
     """
     first = 0  # the number of the first unit that is not in a settled chunk
     pending: deque[MergeUnit] = deque()
@@ -231,13 +234,15 @@ def _group_optimal(units: Iterable[MergeUnit], settings: Settings) -> Iterator[l
         pending.append(unit)
         if end > 1:
             value[end - 1] += unit.gain
+        n_open = len(open_cuts)
         fits = {cut: _chunk_size(pending[cut - first], unit) <= settings.max_size for cut in open_cuts}
         open_cuts = [cut for cut in open_cuts if fits[cut] or cut == end - 1]
+        has_closed = len(open_cuts) < n_open
         values = {cut: value[cut] - _cost(pending[cut - first], unit, settings) for cut in open_cuts}
         previous[end] = max(values, key=lambda cut: (values[cut], cut))
         value[end] = values[previous[end]]
         open_cuts.append(end)
-        settled = _shared_cut(open_cuts, previous)
+        settled = _shared_cut(open_cuts, previous) if has_closed else first
         if settled == first and _span(pending) > LOOK_AHEAD_CHUNKS * settings.max_size:
             settled = _first_cut(end, previous, first)
             open_cuts = [cut for cut in open_cuts if cut >= settled and _shared_cut([cut, end], previous) >= settled]
@@ -256,10 +261,14 @@ def _cost(first: MergeUnit, last: MergeUnit, settings: Settings) -> float:
 def _shared_cut(cuts: list[int], previous: dict[int, int]) -> int:
     """The latest cut that the groupings before all these cuts have in common."""
     remaining = set(cuts)
+    latest_first = [-cut for cut in remaining]
+    heapq.heapify(latest_first)
     while len(remaining) > 1:
-        latest = max(remaining)
+        latest = -heapq.heappop(latest_first)
         remaining.remove(latest)
-        remaining.add(previous[latest])
+        if previous[latest] not in remaining:
+            remaining.add(previous[latest])
+            heapq.heappush(latest_first, -previous[latest])
     return remaining.pop()
 
 
@@ -291,8 +300,6 @@ def _span(units: deque[MergeUnit]) -> int:
     return _size(units[0].pieces[0], units[-1].pieces[-1])
 
 
-def _fitting_lead(members: list[MergeUnit], max_size: int) -> tuple[Piece, ...]:
-    lead = members[0].lead
-    while lead and _size(lead[0], members[-1].pieces[-1]) > max_size:
-        lead = lead[1:]
-    return lead
+def _fitting(lead: Iterable[Piece], last: Piece, max_size: int) -> tuple[Piece, ...]:
+    """The last of these pieces that still fit into one chunk with what follows them up to `last`."""
+    return tuple(piece for piece in lead if _size(piece, last) <= max_size)

@@ -2,7 +2,8 @@
 
 The boundaries come from the `sentencex` library; a paragraph break, a Markdown heading, a list item and a table
 row begin a sentence too. White space stays with the sentence before it, except for the indentation of a new line.
-A sentence is never longer than MAX_SENTENCE_CHARACTERS, so that text without any punctuation is handled as well.
+A sentence is cut at MAX_SENTENCE_CHARACTERS (or behind the character that stands there, however many accents it has),
+so that text without any punctuation is handled as well.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _STRUCTURE = regex.compile(
 )
 _CLAUSE_END = regex.compile(r"[,;:，；：、،؛।](?=\s)\s*|[，；：、。！？]|\n+")
 _WHITE_SPACE = regex.compile(r"\s+")
+_WIDE_WHITE_SPACE = regex.compile(r"[^\S\x00-\x7f]")
+_SURROGATE = regex.compile(r"[\ud800-\udfff]")
 _WINDOWS_LINE_END = regex.compile(r"\r\n")
 _GRAPHEME = regex.compile(r"\X")
 _SCRIPTS = {
@@ -104,7 +107,7 @@ def split_sentences(text: str, *, language: str = "en") -> tuple[Sentence, ...]:
 
 
 def _sentence_ends(lines: str, language: str) -> list[int]:
-    candidates = {boundary["end_index"] for boundary in sentencex.get_sentence_boundaries(language, lines)}
+    candidates = set(_splitter_ends(lines, language))
     candidates.update(match.end() for match in _STRUCTURE.finditer(lines))
     ends = _behind_white_space(lines, candidates)
     first_letter = len(lines) - len(lines.lstrip())
@@ -119,6 +122,18 @@ def _sentence_ends(lines: str, language: str) -> list[int]:
             bounded.append(end)
         start = end
     return bounded
+
+
+def _splitter_ends(lines: str, language: str) -> list[int]:
+    # sentencex 1.0.32 panics on some white space beyond ASCII, and takes no surrogates: it sees harmless stand-ins.
+    shown = _WIDE_WHITE_SPACE.sub(" ", lines)
+    shown = _SURROGATE.sub("\ufffd", shown)
+    try:
+        return [boundary["end_index"] for boundary in sentencex.get_sentence_boundaries(language, shown)]
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the library's own class; it is no Exception
+            raise
+        return []  # paragraphs and the longest sentence still cut the text
 
 
 def _with_line_feeds(text: str) -> str:
@@ -162,6 +177,10 @@ def best_cut(text: str, start: int, limit: int) -> int:
     >>> best_cut("one two, three four", 0, 12)
     9
     """
+    if "\r\n" in text:
+        before_limit = limit - 1 if limit - 1 > start and text[limit - 1 : limit + 1] == "\r\n" else limit
+        inner = [place - text.count("\r\n", 0, place) for place in (start, before_limit)]
+        return _positions_before(text, [best_cut(_with_line_feeds(text), *inner)])[0]
     half = start + (limit - start) // 2
     for pattern in (_CLAUSE_END, _WHITE_SPACE):
         cuts = [match.end() for match in pattern.finditer(text, half, limit) if match.end() <= limit]

@@ -26,7 +26,7 @@ class Settings:
     """How documents are scored and cut.
 
     Attributes:
-        max_size: no chunk is larger, in `unit`; only a single character that takes more tokens stands alone.
+        max_size: no chunk is larger, in `unit`; only a single grapheme that is by itself stands alone.
         min_size: `merge="optimal"` makes no smaller chunk where the text allows it. None: a quarter of `max_size`.
         unit: "tokens" of the model; "words", where a Chinese or Japanese character counts as one and a word has at
             most 64 characters; or "characters" (Unicode code points).
@@ -36,7 +36,7 @@ class Settings:
             paper's rule), "optimal" finds the best way to join them (see `merge.py`).
         overlap: "none"; "dynamic" repeats the sentence at a minimum in the chunk behind it; or the number of
             sentences to repeat. The repeated part counts towards `max_size` and is shortened where it does not fit.
-        language: a language code for the sentence splitter, or "auto".
+        language: a language code for the sentence splitter, or "auto"; it splits languages it does not know as English.
         window: "rolling" or "strided" (see `windows.py`).
         context_length: how many tokens a token may see, in the model's KV cache.
 

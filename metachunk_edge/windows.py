@@ -5,8 +5,8 @@ Two policies, both of linear cost and constant memory:
 - `rolling` reads every token once. Before each block the oldest cache entries are dropped, but for the first
   N_SINKS (attention sinks): dropping those too, as the paper does, makes the scores drift. Positions keep their
   distances; only where the model's trained positions end, the kept entries move back behind the sinks.
-- `strided` starts every window anew behind the prefix token and re-reads the half of it that the window before
-  has scored: twice the work, and each score is exactly that of its window.
+- `strided` starts every window anew with an empty cache and re-reads the half of it that the window before has
+  scored: twice the work, and each score is exactly that of its window.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ FAKE_STOPPED.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -80,5 +81,6 @@ def refuse_sockets(patch: pytest.MonkeyPatch) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with it ignored
     use_fake_model(pytest.MonkeyPatch())
     cli.main(prog_name="metachunk-edge")

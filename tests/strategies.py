@@ -25,6 +25,8 @@ HOSTILE = [
     "....!!!???。。。",
     "a\u0300\u0301\u0302\u0303\u0304",
     "क्षत्रिय",
+    "That was Plan B\u00a0. Then C\u3000. D\u2028. E\u0085.",  # the sentence splitter's library panics on these
+    "lone \ud800 surrogate. Next.",
     "\U0001d54f\U0001f9ec𠜎",
 ]
 

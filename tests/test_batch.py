@@ -466,13 +466,13 @@ def test_a_killed_run_leaves_whole_results_only_and_resuming_completes_them(
         process = start(*arguments, environment=environment)
         wait_for(flag, process)
         process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.communicate(timeout=300)
         named = [name for name in results(out) if not Path(name).name.startswith(".")]
         assert named == ["a.txt.jsonl"]
         assert chunks_in(out / "a.txt.jsonl") == {str(texts / "a.txt"): alone(SHORT)}
         assert len(list(out.rglob("*.partial"))) == 1
     process = start(*arguments)
-    _, said = process.communicate()
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 0
     assert b"3 of 4 documents" in said
     assert b"1 skipped (complete)" in said

@@ -51,6 +51,10 @@ def test_other_settings_cut_the_same_scores_without_the_model() -> None:
         assert list(cut(sentences, options)) == Chunker(FakeBackend(), options).chunk(TEXT)
 
 
+def test_a_chunker_on_the_fake_backend_needs_no_settings() -> None:
+    assert Chunker(FakeBackend()).chunk("Short text.")[0].text == "Short text."
+
+
 def test_two_threads_can_use_one_chunker() -> None:
     made = chunker()
     texts = [TEXT[start:] for start in range(8)]
@@ -127,7 +131,7 @@ def test_settings_outside_their_range_are_refused_with_the_range(options: dict[s
 
 def test_a_context_longer_than_the_backends_is_refused() -> None:
     with pytest.raises(SettingsError, match="at most 256"):
-        Chunker(FakeBackend(), Settings(context_length=512))
+        Chunker(FakeBackend(context_length=256), Settings(context_length=512))
 
 
 def test_the_fingerprint_changes_with_every_setting_and_the_model() -> None:

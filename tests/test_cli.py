@@ -585,7 +585,7 @@ def test_the_module_is_the_command() -> None:
 def test_a_standard_encoding_that_is_not_utf_8_changes_nothing() -> None:
     Path("童话.txt").write_text(TEXT, "utf-8")
     process = start("chunk", "童话.txt", "gone-童话.txt", environment={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=300)
     assert chunks_in(out.decode("utf-8"), "童话.txt") == chunked(TEXT)
     assert "Error: gone-童话.txt: there is no such file." in err.decode("utf-8")
 
@@ -595,7 +595,7 @@ def test_a_name_that_is_not_utf_8_goes_through() -> None:
     name = os.fsdecode(b"caf\xe9.txt")
     Path(name).write_text(TEXT, "utf-8")
     process = start("chunk", name, "gone")
-    out, _ = process.communicate()
+    out, _ = process.communicate(timeout=300)
     assert chunks_in(out.decode("utf-8"), name) == chunked(TEXT)
 
 
@@ -615,7 +615,7 @@ def test_a_standard_output_that_takes_nothing_is_one_sentence() -> None:
     for arguments in (("chunk", "a.txt"), ("chunk", "a.txt", "-f", "json"), ("models", "list")):
         with Path("/dev/full").open("w") as full:
             process = start(*arguments, stdout=full)
-            _, err = process.communicate()
+            _, err = process.communicate(timeout=300)
         assert (process.returncode, err) == (1, b"Error: standard output: No space left on device.\n")
 
 
@@ -656,7 +656,7 @@ def test_ctrl_c_ends_with_130_and_leaves_no_half_result(output: tuple[str, ...],
     )
     wait_for(flag, process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
+    _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, b"Interrupted.\n")
     made = {path.name for path in Path().rglob("*") if path.is_file()} - {"a.txt", "long.txt"}
     assert made == ({"a.txt.jsonl", RECORD_NAME} if "-d" in output else set())
@@ -750,3 +750,11 @@ def test_a_device_or_a_number_of_threads_that_is_not_there_is_one_sentence() -> 
     assert re.fullmatch(rf"context_length must be at most \d+ for {MODEL}, got 100000", sentence)
     if not gpu_devices():
         assert fails("chunk", "a.txt", "-m", MODEL, "--device", "gpu").startswith("There is no GPU to use: ")
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_a_result_from_another_encoding_is_not_kept(tmp_path: Path) -> None:
+    Path("ru.txt").write_bytes("Привет, мир.".encode("cp1251"))
+    for encoding, text in (("latin-1", "Ïðèâåò, ìèð."), ("cp1251", "Привет, мир.")):
+        run("chunk", "ru.txt", "-d", str(tmp_path / "out"), "--encoding", encoding, "--resume")
+        assert text in (tmp_path / "out" / "ru.txt.jsonl").read_text("utf-8")

@@ -158,3 +158,12 @@ def test_forty_eight_thousand_tokens_without_a_full_stop_at_limit_2048() -> None
     assert sum(chunk.n_tokens for chunk in chunks) >= 48_000
     assert max(chunk.n_tokens for chunk in chunks) <= 2_048
     assert "".join(chunk.text for chunk in chunks) == text
+
+
+@pytest.mark.parametrize("max_size", [5, 12, 40])
+def test_a_long_sentence_with_windows_line_ends_is_cut_where_it_is_with_line_feeds(max_size: int) -> None:
+    unix = "and so they\nwent on\nand on over hills\n\nand rivers, without\na stop\n" * 40
+    options = Settings(max_size=max_size, context_length=256)
+    expected = [chunk.text for chunk in Chunker(FakeBackend(), options).chunk(unix)]
+    windows = Chunker(FakeBackend(), options).chunk(unix.replace("\n", "\r\n"))
+    assert [chunk.text.replace("\r\n", "\n") for chunk in windows] == expected

@@ -181,7 +181,23 @@ def test_a_model_can_be_loaded_and_dropped_many_times(small_backend: Backend) ->
 @pytest.mark.skipif(sys.platform == "win32", reason="signals cannot be sent to oneself on Windows")
 def test_an_interrupt_while_a_model_loads_is_raised_afterwards() -> None:
     finished = False
-    with pytest.raises(KeyboardInterrupt), llama_cpp._interrupts_after():
-        os.kill(os.getpid(), signal.SIGINT)
-        finished = True
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), llama_cpp._interrupts_after():
+            os.kill(os.getpid(), signal.SIGINT)
+            finished = True
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert finished
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals cannot be sent to oneself on Windows")
+def test_a_host_programs_own_handling_of_interrupts_stays_in_force() -> None:
+    heard: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number))
+    try:
+        with llama_cpp._interrupts_after():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert heard == [signal.SIGINT]

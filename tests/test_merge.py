@@ -179,6 +179,12 @@ def test_dynamic_overlap_repeats_the_sentence_at_the_minimum_only() -> None:
     assert [chunk.text for chunk in chunks] == ["aa bb ", "cc dd "]  # cut for size: no minimum, no overlap
 
 
+def test_a_repeat_that_would_not_fit_does_not_decide_the_cuts() -> None:
+    texts = ["one two three four five six. ", "Short one. ", "And two."]
+    chunks = merged(texts, [None, 1.0, 1.0], max_size=6, unit="words", merge="greedy", overlap=1)
+    assert [chunk.text for chunk in chunks] == [texts[0], "Short one. And two."]
+
+
 def test_overlap_is_shortened_where_it_does_not_fit() -> None:
     chunks = merged(["aaaaaaa ", "bbbbbbb "], [None, 1.0], max_size=10, merge="greedy", overlap=1)
     assert [chunk.text for chunk in chunks] == ["aaaaaaa ", "bbbbbbb "]

@@ -53,7 +53,7 @@ class FakeBackend:
     """
 
     def __init__(
-        self, *, context_length: int = 256, block_size: int = 32, position_limit: int = 1_024, memory: int = 3
+        self, *, context_length: int = 2_048, block_size: int = 32, position_limit: int = 4_096, memory: int = 3
     ) -> None:
         self.tokenizer = FakeTokenizer()
         self.context_length = context_length

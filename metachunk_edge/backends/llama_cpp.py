@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import threading
 import weakref
@@ -226,6 +227,7 @@ class _Context:
             _view(batch.logits, n_rows)[:] = wanted
             for row, sequence in enumerate(sequences.tolist()):
                 batch.seq_id[row][0] = sequence
+            _engine_messages.clear()
             status = llama_cpp.llama_decode(self._pointer, batch)
             if status != 0:
                 raise BackendError(f"llama.cpp failed to decode {n_rows} tokens (status {status}): {_reason()}")
@@ -326,7 +328,7 @@ def _load(path: Path, *, on_gpu: bool) -> LlamaModel:
         llama_cpp.llama_log_set(_keep_message, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         _engine_messages.clear()
-        pointer = llama_cpp.llama_model_load_from_file(str(path).encode("utf-8"), parameters)
+        pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
     if not pointer:
         raise ModelFileError(
             f"{path} cannot be loaded: {_reason()}. The file is cut short, damaged, or of a kind that this llama.cpp "
@@ -340,8 +342,9 @@ def _load(path: Path, *, on_gpu: bool) -> LlamaModel:
 @contextlib.contextmanager
 def _interrupts_after() -> Iterator[None]:
     """Raise Ctrl-C behind the block: inside the engine's log callback it would be printed and lost."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # a host program's own handling of interrupts stays in force
         return
     interrupted = False
 
@@ -349,13 +352,13 @@ def _interrupts_after() -> Iterator[None]:
         nonlocal interrupted
         interrupted = True
 
-    previous = signal.signal(signal.SIGINT, remember)
+    signal.signal(signal.SIGINT, remember)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
-    if interrupted:
-        raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupted:
+            raise KeyboardInterrupt
 
 
 def _check_kind(model: Any, path: Path) -> None:
@@ -380,7 +383,7 @@ def _metadata(model: Any, key: str) -> str:
 
 def _reason() -> str:
     """The engine's first error message since the call began, without the name of the function that wrote it."""
-    message = _engine_messages[0] if _engine_messages else "llama.cpp gives no reason"
+    message = _engine_messages[0].splitlines()[0] if _engine_messages else "llama.cpp gives no reason"
     return message.split(": ", 1)[-1].removeprefix("error loading model: ").rstrip(".")
 
 
