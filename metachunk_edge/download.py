@@ -212,7 +212,7 @@ def _download_wheel(requirement: str, folder: Path, count: Callable[[int], None]
     for old in folder.glob(wheel_pattern(requirement)):  # one that was cut short would be taken for complete
         old.unlink()
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--no-cache-dir"]
-    if _pip_counts_bytes():
+    if pip_counts_bytes():
         options += ["--progress-bar", "raw"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), requirement]
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # or a pip.py in the working directory would be run
@@ -233,7 +233,7 @@ def _download_wheel(requirement: str, folder: Path, count: Callable[[int], None]
     raise DownloadError(f"pip downloaded no wheel for {requirement}")
 
 
-def _pip_counts_bytes() -> bool:
+def pip_counts_bytes() -> bool:
     """Whether this pip knows `--progress-bar raw` (24.1 and later)."""
     try:
         major, minor = importlib.metadata.version("pip").split(".")[:2]

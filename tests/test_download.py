@@ -378,6 +378,7 @@ class TestPullThroughPip:
         assert server.asked("GET", "/files/tiny_part1") == server.asked("GET", "/files/tiny_part2") == []
         assert len(server.asked("GET", "/files/tiny_part3")) == 1
 
+    @pytest.mark.skipif(not download.pip_counts_bytes(), reason="this pip tells nothing until a wheel is there")
     def test_an_interruption_ends_pip_as_well(self, server: Server) -> None:
         server.wheels = {name: body + bytes(20_000_000) for name, body in server.wheels.items()}
 

@@ -85,7 +85,9 @@ def test_a_long_document_has_the_ids_that_it_has_when_encoded_at_once(
     tokenizer = request.getfixturevalue(which).tokenizer
     for text in documents_of_many_kinds():
         shown, _ = model_text(text, normalize=tokenizer.normalizes_to_nfc)
-        np.testing.assert_array_equal(encode(text, tokenizer).ids, tokenizer.tokenize(shown.encode())[0])
+        np.testing.assert_array_equal(
+            encode(text, tokenizer).ids, tokenizer.tokenize(shown.encode("utf-8", "replace"))[0]
+        )
 
 
 @pytest.mark.model
