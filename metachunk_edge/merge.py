@@ -2,9 +2,9 @@
 
 In three steps, each a generator that looks ahead by a bounded number of chunks:
 
-1. `units`: the sentences between two boundaries form a meta-chunk, which is one unit. One that is larger than the
-   maximum is taken apart into its sentences, and a sentence that is larger into pieces: clause, word, grapheme.
-2. `none`, `greedy` (the paper's Section 3.1.3) or `optimal` group units into chunks.
+1. `_segments`: the sentences between two boundaries form a meta-chunk, which is one segment. One that is larger than
+   the maximum is taken apart into its sentences, and a sentence that is larger into pieces: clause, word, grapheme.
+2. `none`, `greedy` (the paper's Section 3.1.3) or `optimal` group segments into chunks.
 3. Overlap is added in front of each chunk, and the text is joined.
 
 The objective of `optimal`: among all groupings into chunks of at most `max_size`, take the one with the largest
@@ -60,7 +60,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class MergeUnit:
+class Segment:
     """What is never cut again: a meta-chunk, or a part of one that is too large.
 
     `strength` is that of the boundary at its start, None where there is none; `gain` is what a cut there is worth.
@@ -80,11 +80,11 @@ def merge_sentences(
 
     The same chunks come out whether the sentences come from a list or a stream.
     """
-    group: Callable[[Iterable[MergeUnit], Settings], Iterator[list[MergeUnit]]]
+    group: Callable[[Iterable[Segment], Settings], Iterator[list[Segment]]]
     group = {"none": _group_none, "greedy": _group_greedy, "optimal": _group_optimal}[settings.merge]
-    units = _units(zip(sentences, boundaries, strict=False), settings)
-    for index, members in enumerate(group(units, settings)):
-        core = [piece for unit in members for piece in unit.pieces]
+    segments = _segments(zip(sentences, boundaries, strict=False), settings)
+    for index, members in enumerate(group(segments, settings)):
+        core = [piece for segment in members for piece in segment.pieces]
         pieces = [*_fitting(members[0].lead, core[-1], settings.max_size), *core]
         yield Chunk(
             index=index,
@@ -110,31 +110,31 @@ def _size(first: Piece, last: Piece) -> int:
     return last.size_to - first.size_from
 
 
-# Step 1: units
+# Step 1: segments
 
 
-def _units(sentences: Iterable[tuple[ScoredSentence, float | None]], settings: Settings) -> Iterator[MergeUnit]:
+def _segments(sentences: Iterable[tuple[ScoredSentence, float | None]], settings: Settings) -> Iterator[Segment]:
     before: deque[Piece] = deque(maxlen=1 if settings.overlap == "dynamic" else _n_overlap(settings))
     held: list[Piece] = []  # the pieces of the meta-chunk so far, while they fit together
     held_strength: float | None = None
-    apart = False  # the meta-chunk did not fit: its pieces are units of their own
+    apart = False  # the meta-chunk did not fit: its pieces are segments of their own
     n_words = 0
 
-    def unit(pieces: list[Piece], strength: float | None, gain: float) -> MergeUnit:
+    def segment(pieces: list[Piece], strength: float | None, gain: float) -> Segment:
         repeated = () if settings.overlap == "dynamic" and strength is None else before
         lead = _fitting(repeated, pieces[-1], settings.max_size)  # what cannot be repeated must not decide the cuts
         before.extend(pieces)
-        return MergeUnit(tuple(pieces), strength, gain, lead)
+        return Segment(tuple(pieces), strength, gain, lead)
 
-    def taken_apart(pieces: list[Piece], strength: float | None) -> Iterator[MergeUnit]:
+    def taken_apart(pieces: list[Piece], strength: float | None) -> Iterator[Segment]:
         for place, piece in enumerate(pieces):
             own = strength if place == 0 else None
-            yield unit([piece], own, own or 0.0)
+            yield segment([piece], own, own or 0.0)
 
     for sentence, strength in sentences:
         if strength is not None:
             if held:
-                yield unit(held, held_strength, held_strength or 0.0)
+                yield segment(held, held_strength, held_strength or 0.0)
             held, held_strength, apart = [], strength, False
         pieces = _pieces(sentence, settings, n_words)
         n_words = pieces[-1].size_to
@@ -143,11 +143,11 @@ def _units(sentences: Iterable[tuple[ScoredSentence, float | None]], settings: S
             continue
         yield from taken_apart(held, held_strength)
         held, apart = [], True
-        yield unit([pieces[0]], strength, strength or 0.0)
+        yield segment([pieces[0]], strength, strength or 0.0)
         for piece in pieces[1:]:
-            yield unit([piece], None, _INSIDE_SENTENCE)
+            yield segment([piece], None, _INSIDE_SENTENCE)
     if held:
-        yield unit(held, held_strength, held_strength or 0.0)
+        yield segment(held, held_strength, held_strength or 0.0)
 
 
 def _n_overlap(settings: Settings) -> int:
@@ -197,48 +197,48 @@ def _measures(sentence: ScoredSentence, unit: Unit, n_words: int) -> tuple[IntAr
 # Step 2: groups
 
 
-def _group_none(units: Iterable[MergeUnit], settings: Settings) -> Iterator[list[MergeUnit]]:
-    return _group_while_fitting(units, settings, across_boundaries=False)
+def _group_none(segments: Iterable[Segment], settings: Settings) -> Iterator[list[Segment]]:
+    return _group_while_fitting(segments, settings, across_boundaries=False)
 
 
-def _group_greedy(units: Iterable[MergeUnit], settings: Settings) -> Iterator[list[MergeUnit]]:
-    return _group_while_fitting(units, settings, across_boundaries=True)
+def _group_greedy(segments: Iterable[Segment], settings: Settings) -> Iterator[list[Segment]]:
+    return _group_while_fitting(segments, settings, across_boundaries=True)
 
 
 def _group_while_fitting(
-    units: Iterable[MergeUnit], settings: Settings, *, across_boundaries: bool
-) -> Iterator[list[MergeUnit]]:
-    members: list[MergeUnit] = []
-    for unit in units:
-        joins = across_boundaries or unit.strength is None
-        if members and not (joins and _chunk_size(members[0], unit) <= settings.max_size):
+    segments: Iterable[Segment], settings: Settings, *, across_boundaries: bool
+) -> Iterator[list[Segment]]:
+    members: list[Segment] = []
+    for segment in segments:
+        joins = across_boundaries or segment.strength is None
+        if members and not (joins and _chunk_size(members[0], segment) <= settings.max_size):
             yield members
             members = []
-        members.append(unit)
+        members.append(segment)
     if members:
         yield members
 
 
-def _group_optimal(units: Iterable[MergeUnit], settings: Settings) -> Iterator[list[MergeUnit]]:
+def _group_optimal(segments: Iterable[Segment], settings: Settings) -> Iterator[list[Segment]]:
     """Dynamic programming over cuts; see the module's docstring for the objective.
 
-    Linear in the number of units, times the number that fits into one chunk: so far each looks back. A cut is settled
+    Linear in the number of segments, times the number that fits into one chunk: so far each looks back. A cut is settled
     as soon as all ways to go on share it, at the latest after LOOK_AHEAD_CHUNKS.
     """
-    first = 0  # the number of the first unit that is not in a settled chunk
-    pending: deque[MergeUnit] = deque()
-    value = {0: 0.0}  # value[cut]: that of the best grouping of the units before the cut
+    first = 0  # the number of the first segment that is not in a settled chunk
+    pending: deque[Segment] = deque()
+    value = {0: 0.0}  # value[cut]: that of the best grouping of the segments before the cut
     previous: dict[int, int] = {}  # previous[cut]: where that grouping's last chunk begins
-    open_cuts = [0]  # the cuts at which a chunk may begin that reaches the next unit
-    for end, unit in zip(count(1), units, strict=False):
-        pending.append(unit)
+    open_cuts = [0]  # the cuts at which a chunk may begin that reaches the next segment
+    for end, segment in zip(count(1), segments, strict=False):
+        pending.append(segment)
         if end > 1:
-            value[end - 1] += unit.gain
+            value[end - 1] += segment.gain
         n_open = len(open_cuts)
-        fits = {cut: _chunk_size(pending[cut - first], unit) <= settings.max_size for cut in open_cuts}
+        fits = {cut: _chunk_size(pending[cut - first], segment) <= settings.max_size for cut in open_cuts}
         open_cuts = [cut for cut in open_cuts if fits[cut] or cut == end - 1]
         has_closed = len(open_cuts) < n_open
-        values = {cut: value[cut] - _cost(pending[cut - first], unit, settings) for cut in open_cuts}
+        values = {cut: value[cut] - _cost(pending[cut - first], segment, settings) for cut in open_cuts}
         previous[end] = max(values, key=lambda cut: (values[cut], cut))
         value[end] = values[previous[end]]
         open_cuts.append(end)
@@ -254,7 +254,7 @@ def _group_optimal(units: Iterable[MergeUnit], settings: Settings) -> Iterator[l
     yield from _settle(pending, first + len(pending), previous, first)
 
 
-def _cost(first: MergeUnit, last: MergeUnit, settings: Settings) -> float:
+def _cost(first: Segment, last: Segment, settings: Settings) -> float:
     return size_cost(min(_chunk_size(first, last), settings.max_size), settings)
 
 
@@ -278,7 +278,7 @@ def _first_cut(cut: int, previous: dict[int, int], first: int) -> int:
     return cut
 
 
-def _settle(pending: deque[MergeUnit], settled: int, previous: dict[int, int], first: int) -> Iterator[list[MergeUnit]]:
+def _settle(pending: deque[Segment], settled: int, previous: dict[int, int], first: int) -> Iterator[list[Segment]]:
     """Take the chunks before the settled cut out of `pending`."""
     cuts = [settled]
     while cuts[-1] > first:
@@ -291,13 +291,13 @@ def _settle(pending: deque[MergeUnit], settled: int, previous: dict[int, int], f
 # Sizes of groups, and step 3: overlap
 
 
-def _chunk_size(first: MergeUnit, last: MergeUnit) -> int:
-    """The size of a chunk from one unit to another, with what it repeats in front."""
+def _chunk_size(first: Segment, last: Segment) -> int:
+    """The size of a chunk from one segment to another, with what it repeats in front."""
     return _size((first.lead or first.pieces)[0], last.pieces[-1])
 
 
-def _span(units: deque[MergeUnit]) -> int:
-    return _size(units[0].pieces[0], units[-1].pieces[-1])
+def _span(segments: deque[Segment]) -> int:
+    return _size(segments[0].pieces[0], segments[-1].pieces[-1])
 
 
 def _fitting(lead: Iterable[Piece], last: Piece, max_size: int) -> tuple[Piece, ...]:
