@@ -222,8 +222,8 @@ def _group_while_fitting(
 def _group_optimal(segments: Iterable[Segment], settings: Settings) -> Iterator[list[Segment]]:
     """Dynamic programming over cuts; see the module's docstring for the objective.
 
-    Linear in the number of segments, times the number that fits into one chunk: so far each looks back. A cut is settled
-    as soon as all ways to go on share it, at the latest after LOOK_AHEAD_CHUNKS.
+    Linear in the number of segments, times the number that fits into one chunk: so far each looks back. A cut is
+    settled as soon as all ways to go on share it, at the latest after LOOK_AHEAD_CHUNKS.
     """
     first = 0  # the number of the first segment that is not in a settled chunk
     pending: deque[Segment] = deque()
