@@ -86,7 +86,7 @@ class ChunkCount:
             return f"{source}: empty or blank, so there are no chunks."
         if self.n_chunks > 1 and self.n_at_boundaries == 0 and settings.threshold != 0:
             return (
-                f"{source}: cut for size alone, since no boundary reached the threshold of {settings.threshold} "
+                f"{source}: cut for size alone; no boundary above the threshold of {settings.threshold} lies at a cut "
                 "(a lower --threshold finds more)."
             )
         return None

@@ -182,7 +182,8 @@ def main() -> None:
 def chunk_command(context: click.Context, /, inputs: tuple[str, ...], scores_path: Path | None, **options: Any) -> None:
     """Chunk texts and write the chunks with their exact offsets.
 
-    Each chunk has source, index, text, start, end (characters), n_tokens, and the strength of the boundary before it.
+    Each chunk has source, index, text, start, end (characters), n_tokens, the strength of the boundary before it (0
+    where the text was cut for size alone), and model.
     """
     settings = Settings(**{name: options[name] for name in Settings.__dataclass_fields__})
     if scores_path is not None:

@@ -281,7 +281,7 @@ def test_a_threshold_that_no_boundary_reaches_gets_a_note(tmp_path: Path, out: P
     settings = Settings(max_size=16, context_length=256, threshold=50)
     done = run_to_directory(out, tmp_path / "a.txt", settings=settings)
     assert done.heard.notes == [
-        f"{tmp_path / 'a.txt'}: cut for size alone, since no boundary reached the threshold of 50 "
+        f"{tmp_path / 'a.txt'}: cut for size alone; no boundary above the threshold of 50 lies at a cut "
         "(a lower --threshold finds more)."
     ]
     assert run_to_directory(out, tmp_path / "a.txt").heard.notes == []
