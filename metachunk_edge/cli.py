@@ -11,6 +11,7 @@ import io
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,12 @@ import click
 from metachunk_edge import __version__
 from metachunk_edge.backends import Device
 from metachunk_edge.batch import Batch, BatchReport, ChunkCount, DirectorySink, StreamSink, progress_in_bytes
-from metachunk_edge.catalogue import DEFAULT_MODEL, cache_folder, catalogue, find_model, is_pulled, remove, verify
+from metachunk_edge.cache import cache_folder
+from metachunk_edge.catalogue import DEFAULT_MODEL, catalogue, find_model, is_pulled, remove, verify
 from metachunk_edge.chunker import Chunker, cut
+from metachunk_edge.cli_conversion import convert_command, parity_command
 from metachunk_edge.console import Console, is_terminal
+from metachunk_edge.converted import converted_models
 from metachunk_edge.documents import (
     STANDARD_INPUT,
     TEXT_PATTERNS,
@@ -33,7 +37,7 @@ from metachunk_edge.documents import (
     read_document,
 )
 from metachunk_edge.download import pull
-from metachunk_edge.errors import DocumentError, MetachunkError, SettingsError
+from metachunk_edge.errors import DeviceWarning, DocumentError, MetachunkError, SettingsError
 from metachunk_edge.output import Format, Writer, new_file
 from metachunk_edge.scores import StoredScores, read_scores, write_scores
 from metachunk_edge.settings import Merge, Method, Settings, Unit, Window
@@ -66,6 +70,21 @@ def _forget_unwritten_output() -> None:
     sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
+def _print_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """What the user should know is a note; warnings for programmers look as Python prints them."""
+    if issubclass(category, DeviceWarning):
+        click.echo(f"Note: {message}", err=True)
+    else:
+        click.echo(warnings.formatwarning(message, category, filename, lineno, line), file=file, err=True, nl=False)
+
+
 def _word_or_number(number: type[int] | type[float], *words: str) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if value in words:
@@ -85,13 +104,19 @@ _OUTPUT = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 
 def _model_options(command: Any) -> Any:
     options = (
-        click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, help="Catalogue name or GGUF file."),
+        click.option(
+            "-m",
+            "--model",
+            default=DEFAULT_MODEL,
+            show_default=True,
+            help="Name, or GGUF file or converted folder.",
+        ),
         click.option(
             "--device",
             type=click.Choice(get_args(Device)),
             default="auto",
             show_default=True,
-            help="Where the model runs; auto: on the GPU where this build and machine have one.",
+            help="Where the model runs; auto: on a GPU where this build and machine have one.",
         ),
         click.option("--threads", type=int, help="CPU threads. [default: the physical cores]"),
         click.option(
@@ -114,8 +139,11 @@ def _model_options(command: Any) -> Any:
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="metachunk-edge")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Cut documents into chunks for retrieval, where a small language model says so; offline."""
+    context.with_resource(warnings.catch_warnings())
+    warnings.showwarning = _print_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="")
@@ -304,12 +332,16 @@ def models_group() -> None:
 
 @models_group.command("list")
 def models_list() -> None:
-    """List the catalogue: what is downloaded, and what has been run by this project."""
+    """List the catalogue, what of it is downloaded or was run by this project, and the converted models."""
     for entry in catalogue().values():
         state = "downloaded" if is_pulled(entry) else "not run here" if not entry.run else ""
         size = "?" if entry.n_bytes is None else f"{entry.n_bytes / 1e6:,.0f} MB"
         default = "*" if entry.name == DEFAULT_MODEL else " "
         click.echo(f"{default} {entry.name:<30} {entry.precision:<8} {size:>9}  {state:<12} {entry.description}")
+    for model in converted_models():
+        origin = f"from {model.manifest['source']['name']}"
+        size = f"{model.n_bytes / 1e6:,.0f} MB"
+        click.echo(f"  {model.name:<30} {model.precision:<8} {size:>9}  {'converted':<12} {origin}")
 
 
 @models_group.command("pull")
@@ -339,7 +371,7 @@ def models_pull(name: str) -> None:
 @models_group.command("path")
 @click.argument("name", default=DEFAULT_MODEL)
 def models_path(name: str) -> None:
-    """Print where a downloaded model lies."""
+    """Print where a downloaded or converted model lies."""
     click.echo(str(find_model(name).path))
 
 
@@ -354,7 +386,7 @@ def models_verify(name: str) -> None:
 @models_group.command("remove")
 @click.argument("name")
 def models_remove(name: str) -> None:
-    """Remove a downloaded model: the files that pull wrote, nothing else."""
+    """Remove a downloaded or converted model: the files that pull or convert wrote, nothing else."""
     for path in remove(name):
         click.echo(f"removed {path}", err=True)
 
@@ -375,7 +407,7 @@ def info_command() -> None:
         "other versions": ", ".join(
             f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "sentencex", "regex")
         ),
-        "devices": ", ".join(["cpu", *(f"gpu: {name}" for name in gpu_devices())]),
+        "devices": ", ".join(["cpu", *(f"gpu: {text}" for text in gpu_devices().values())]),
         "threads": f"{default_threads()} by default",
         "CPU features": ", ".join(
             part.split("=")[0].split(":")[-1].strip() for part in features.split("|") if part.strip().endswith("= 1")
@@ -385,6 +417,10 @@ def info_command() -> None:
     }
     for name, value in rows.items():
         click.echo(f"{name:<15} {value}")
+
+
+main.add_command(convert_command)
+main.add_command(parity_command)
 
 
 @contextlib.contextmanager

@@ -22,19 +22,16 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from metachunk_edge.cache import ModelFile, locked, read_json, write_json
 from metachunk_edge.catalogue import (
     CatalogueEntry,
     HubSource,
-    ModelFile,
     WheelSource,
     find_model,
     install,
     known_entry,
-    locked,
     partial_folder,
-    read_json,
     wheel_pattern,
-    write_json,
 )
 from metachunk_edge.errors import DownloadError, ModelError
 

@@ -11,22 +11,33 @@ seam, with `raise … from error`; the command line prints the message and exits
     ├── ModelError                        a model that cannot be found, trusted or loaded
     │   ├── ModelNotFoundError            no such catalogue name or file, or not downloaded yet
     │   ├── ModelFileError                a file that is cut short, altered or of an unsupported kind
-    │   └── DownloadError                 every source of a catalogue entry failed
+    │   ├── DownloadError                 every source of a catalogue entry failed
+    │   └── ConversionError               a checkpoint that cannot be converted, or lost its accuracy on the way
+    ├── ParityError                       two models that cannot be compared, e.g. for their token ids differ
+    ├── MissingExtraError                 a part of the package whose optional dependencies are not installed
     └── BackendError                      the inference engine failed while it was scoring
         └── DeviceError                   the asked-for device is not there in this build or machine
+
+And one warning, which the command line prints as a note:
+
+    DeviceWarning                         a device gives wrong values, and the model runs on the CPU instead
 """
 
 from __future__ import annotations
 
 __all__ = [
     "BackendError",
+    "ConversionError",
     "DeviceError",
+    "DeviceWarning",
     "DocumentError",
     "DownloadError",
     "MetachunkError",
+    "MissingExtraError",
     "ModelError",
     "ModelFileError",
     "ModelNotFoundError",
+    "ParityError",
     "ScoresError",
     "SettingsError",
 ]
@@ -64,9 +75,25 @@ class DownloadError(ModelError):
     """Every source of a catalogue entry failed; the message says why for each."""
 
 
+class ConversionError(ModelError):
+    """The source cannot be converted, or what was written lies outside the tolerance of its precision."""
+
+
+class ParityError(MetachunkError):
+    """Two models cannot be compared; the message says where they part."""
+
+
+class MissingExtraError(MetachunkError):
+    """Optional dependencies are not installed; the message names the extra to install."""
+
+
 class BackendError(MetachunkError):
     """The inference engine failed while it was scoring."""
 
 
 class DeviceError(BackendError):
     """The asked-for device does not exist in this build or on this machine."""
+
+
+class DeviceWarning(UserWarning):
+    """A device gives wrong values for a model, which runs on the CPU instead; the message says how wrong."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+from tiny import make_tiny_checkpoint, tiny_tolerance
 
 from metachunk_edge import Chunker, FakeBackend, ModelNotFoundError, Settings, find_model
 from metachunk_edge.backends import load_backend
 from metachunk_edge.backends.base import Backend
+from metachunk_edge.cache import ModelFile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).resolve().parent / "data"
@@ -36,6 +39,49 @@ def small_backend() -> Backend:
 @pytest.fixture(scope="session")
 def default_backend() -> Backend:
     return real_backend(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Qwen2 of two layers and random weights."""
+    if "REQUIRE_MODELS" not in os.environ:
+        pytest.importorskip("transformers", reason="the extra `convert` is not installed")
+        pytest.importorskip("torch", reason="the extra `convert` is not installed")
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def reference_backend(tiny_checkpoint: Path) -> Backend:
+    from metachunk_edge.convert.reference import ReferenceBackend
+
+    # With more threads than free cores, so small a model mostly waits.
+    return ReferenceBackend(tiny_checkpoint, name="tiny", sha256="", threads=1, context_length=512)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelFile]:
+    """Convert the tiny checkpoint to a precision, once."""
+    from metachunk_edge.convert import convert_model
+
+    folder = tmp_path_factory.mktemp("converted")
+
+    @cache
+    def convert(precision: str) -> ModelFile:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("metachunk_edge.convert.verify.tolerance_of", tiny_tolerance)
+            return convert_model(tiny_checkpoint, folder / precision, precision=precision, name="tiny", threads=1)
+
+    return convert
+
+
+@pytest.fixture(scope="session")
+def gguf_backend(tiny_model: Callable[[str], ModelFile]) -> Backend:
+    return load_backend(tiny_model("f32"), device="cpu", threads=1, context_length=512)
+
+
+@pytest.fixture(scope="session")
+def onnx_backend(tiny_model: Callable[[str], ModelFile]) -> Backend:
+    return load_backend(tiny_model("float32"), device="cpu", threads=1, context_length=512)
 
 
 @pytest.fixture

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 from local_sources import CONTENT, HUB_SOURCE, add_entry, files_under, flip_a_byte, sha256
 
+from metachunk_edge.cache import ModelFile, cache_folder
 from metachunk_edge.catalogue import (
     DEFAULT_MODEL,
     CatalogueEntry,
     HubSource,
-    ModelFile,
     WheelSource,
-    cache_folder,
     catalogue,
     find_model,
     install,

@@ -34,9 +34,9 @@ from local_sources import (
 )
 
 from metachunk_edge import download
+from metachunk_edge.cache import ModelFile
 from metachunk_edge.catalogue import (
     CatalogueEntry,
-    ModelFile,
     WheelSource,
     catalogue,
     find_model,

@@ -17,7 +17,7 @@ corpus = pytest.importorskip("benchmarks.corpus", reason="benchmarks/ is not bes
 
 def run(backend: Backend, folder: Path, *, n_characters: int, n_documents: int | None) -> int:
     """Check documents of every folder and return how many tokens they had."""
-    chunker = Chunker(backend, Settings())
+    chunker = Chunker(backend, Settings(context_length=min(2_048, backend.context_length)))
     n_tokens = 0
     for place, document in enumerate(corpus.interleaved(corpus.evaluation_texts(folder))):
         if place == n_documents:
@@ -34,6 +34,16 @@ def run(backend: Backend, folder: Path, *, n_characters: int, n_documents: int |
 def test_all_documents_on_the_fake_backend(shared_data: Path) -> None:
     backend = FakeBackend(context_length=2_048, block_size=512, position_limit=32_768)
     assert run(backend, shared_data, n_characters=20_000, n_documents=None) > 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gguf_backend", "onnx_backend", "reference_backend"])
+def test_the_beginning_of_every_document_on_every_engine(
+    backend: str, shared_data: Path, request: pytest.FixtureRequest
+) -> None:
+    """On the tiny model, whose contexts are short: every document moves its window."""
+    found: Backend = request.getfixturevalue(backend)
+    assert run(found, shared_data, n_characters=1_500, n_documents=None) > 200_000
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from metachunk_edge import (
 )
 from metachunk_edge.backends import devices, llama_cpp, load_backend
 from metachunk_edge.backends.base import Backend
+from metachunk_edge.backends.reduce import reduce_logits
 
 SMALL_MODEL = "smollm2-135m-instruct"
 
@@ -41,13 +42,13 @@ def test_the_log_softmax_is_exact_for_any_number_of_rows(rows: int) -> None:
     targets = generator.integers(0, 1_001, rows).astype(np.int32)
     double = logits.astype(np.float64)
     expected = double[np.arange(rows), targets] - np.log(np.exp(double).sum(axis=1))
-    found = llama_cpp.reduce_logits(logits, targets, np.empty((4, 1_001), np.float32))
+    found = reduce_logits(logits, targets, np.empty((4, 1_001), np.float32))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_log_softmax_does_not_overflow() -> None:
     logits = np.array([[1e4, 1e4, -1e4]], np.float32)
-    found = llama_cpp.reduce_logits(logits, np.array([0], np.int32), np.empty((1, 3), np.float32))
+    found = reduce_logits(logits, np.array([0], np.int32), np.empty((1, 3), np.float32))
     np.testing.assert_allclose(found, [-np.log(2)], rtol=1e-6)
 
 
@@ -55,7 +56,7 @@ def test_the_log_softmax_does_not_overflow() -> None:
 def test_values_that_are_no_numbers_are_reported(value: float) -> None:
     logits = np.array([[0.0, value, 1.0]], np.float32)
     with pytest.raises(BackendError, match="not numbers"):
-        llama_cpp.reduce_logits(logits, np.array([0], np.int32), np.empty((1, 3), np.float32))
+        reduce_logits(logits, np.array([0], np.int32), np.empty((1, 3), np.float32))
 
 
 def test_threads_are_at_least_one_and_within_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

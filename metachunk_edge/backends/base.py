@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from metachunk_edge.types import FloatArray, IntArray, TokenIds
 
-__all__ = ["MAX_PACKED", "N_SINKS", "Backend", "Session", "Tokenizer"]
+__all__ = ["MAX_PACKED", "N_SINKS", "Backend", "LogitsSession", "Session", "Tokenizer"]
 
 N_SINKS = 4
 """The first cache entries that are never dropped: attention sinks (arXiv 2309.17453). Without them scores drift."""
@@ -73,6 +73,18 @@ class Session(Protocol):
 
         Raises:
             BackendError: the engine failed, or returned a value that is not a finite number.
+        """
+
+
+class LogitsSession(Session, Protocol):
+    """A session that can also hand out the whole distributions: for the parity suite, which compares them."""
+
+    def advance_with_logits(
+        self, ids: TokenIds, targets: TokenIds, *, position: int, keep_from: int, shift: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """Do what `advance` does. Return its log-probabilities, and the logits, float32 [m, vocabulary].
+
+        Row i holds the logits that targets[i] was scored with. The array is the caller's own.
         """
 
 

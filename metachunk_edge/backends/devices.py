@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import llama_cpp
 import psutil
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from metachunk_edge.backends import Device
 
 __all__ = ["choose_device", "default_threads", "gpu_devices"]
+
+_GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU; in llama-cpp-python 0.3.16 the second is _ACCEL's, BLAS
+_NAMES: dict[str, tuple[str, ...]] = {"auto": ("",), "gpu": ("",), "metal": ("metal", "mtl")}
+"""How the names of a kind's devices begin, where not like the kind's own."""
 
 
 def default_threads() -> int:
@@ -36,43 +40,52 @@ def _quota() -> int:
     return 1_024
 
 
-def gpu_devices() -> list[str]:
-    """Return the descriptions of the GPUs that this build of llama.cpp can use."""
+def gpu_devices() -> dict[str, str]:
+    """Return the GPUs that this build of llama.cpp can use: its name for each, e.g. Vulkan0, and their descriptions."""
     if not llama_cpp.llama_supports_gpu_offload():
-        return []
+        return {}
     from llama_cpp._ggml import libggml
 
-    libggml.ggml_backend_dev_get.restype = libggml.ggml_backend_dev_description.restype = ctypes.c_void_p
+    libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
     libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    libggml.ggml_backend_dev_description.argtypes = libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_dev_description.restype = ctypes.c_char_p
+    for query in (libggml.ggml_backend_dev_name, libggml.ggml_backend_dev_description):
+        query.restype = ctypes.c_char_p
+    for query in (libggml.ggml_backend_dev_name, libggml.ggml_backend_dev_description, libggml.ggml_backend_dev_type):
+        query.argtypes = [ctypes.c_void_p]
     devices = [libggml.ggml_backend_dev_get(number) for number in range(libggml.ggml_backend_dev_count())]
-    names = [libggml.ggml_backend_dev_description(device) for device in devices if _is_gpu(libggml, device)]
-    return [name.decode("utf-8", errors="replace") for name in names]
+    return {
+        _text(libggml.ggml_backend_dev_name(device)): _text(libggml.ggml_backend_dev_description(device))
+        for device in devices
+        if int(libggml.ggml_backend_dev_type(device)) in _GPU_TYPES and libggml.ggml_backend_dev_name(device) != b"BLAS"
+    }
 
 
-def _is_gpu(library: Any, device: int) -> bool:
-    return int(library.ggml_backend_dev_type(device)) in (1, 2)  # GPU, integrated GPU
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", errors="replace")
 
 
 def choose_device(device: Device) -> str:
-    """Return where the model runs: "cpu", or "gpu: " and the GPU's name.
+    """Return where the model runs: "cpu", or "gpu: " and the GPU's description.
 
     Raises:
-        DeviceError: "gpu" was asked for and there is none.
+        DeviceError: a GPU was asked for, and there is none, or none of that kind.
     """
     if device == "cpu":
         return "cpu"
     gpus = gpu_devices()
+    wanted = [text for name, text in gpus.items() if name.lower().startswith(_NAMES.get(device, (device,)))]
+    if wanted:
+        return f"gpu: {wanted[0]}"
+    if device == "auto":
+        return "cpu"
     if gpus:
-        return f"gpu: {gpus[0]}"
-    if device == "gpu":
+        why = f"llama.cpp finds no {device} device here, only {', '.join(gpus)}"
+    elif llama_cpp.llama_supports_gpu_offload():
+        why = "llama.cpp finds no GPU on this machine"
+    else:
         why = (
-            "llama.cpp finds no GPU on this machine"
-            if llama_cpp.llama_supports_gpu_offload()
-            else "this build of llama-cpp-python has no GPU support (reinstall it with CMAKE_ARGS=-DGGML_CUDA=on, "
+            "this build of llama-cpp-python has no GPU support (reinstall it with CMAKE_ARGS=-DGGML_CUDA=on, "
             "-DGGML_VULKAN=on or -DGGML_METAL=on)"
         )
-        raise DeviceError(f"There is no GPU to use: {why}; or use --device cpu.")
-    return "cpu"
+    raise DeviceError(f"There is no GPU to use: {why}; or use --device cpu.")

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,15 +25,17 @@ import llama_cpp
 import numpy as np
 
 from metachunk_edge.backends.base import MAX_PACKED, N_SINKS
+from metachunk_edge.backends.device_check import check_device
 from metachunk_edge.backends.devices import choose_device, default_threads
-from metachunk_edge.errors import BackendError, ModelFileError, SettingsError
+from metachunk_edge.backends.reduce import reduce_logits
+from metachunk_edge.errors import BackendError, DeviceWarning, ModelFileError, SettingsError
 from metachunk_edge.types import FloatArray, IntArray, TokenIds
 
 if TYPE_CHECKING:
     from metachunk_edge.backends import Device
-    from metachunk_edge.catalogue import ModelFile
+    from metachunk_edge.cache import ModelFile
 
-__all__ = ["LlamaCppBackend", "reduce_logits"]
+__all__ = ["LlamaCppBackend"]
 
 BLOCK_SIZE = 128
 """Tokens per call. 256 is no faster on CPUs without AVX-512 and takes 300 MB more for the 0.5B model."""
@@ -45,6 +48,7 @@ _ROWS_AT_ONCE = 4  # 4 × 151,936 float32 stay in the processor's cache
 _NFC_TOKENIZERS = {"qwen2", "deepseek-r1-qwen"}  # pre-tokenizers whose original normalizes; llama.cpp's does not
 
 _ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
+_ALL_FLOAT32 = "0"  # LLAMA_FTYPE_ALL_F32
 _engine_lock = threading.Lock()
 _engine_messages: deque[str] = deque(maxlen=20)
 
@@ -109,7 +113,7 @@ class LlamaTokenizer:
 
 
 class LlamaCppBackend:
-    """See `backends.base.Backend`.
+    """See `backends.base.Backend`. Where a GPU gives wrong values, the model runs on the CPU, with a DeviceWarning.
 
     Raises:
         ModelFileError: llama.cpp cannot load the file, or it is of a kind that cannot be scored.
@@ -134,6 +138,8 @@ class LlamaCppBackend:
             raise SettingsError(
                 f"context_length must be at most {self.position_limit} for {model.name}, got {context_length}"
             )
+        if self._device != "cpu":
+            self._check_device()
 
     @property
     def model(self) -> dict[str, Any]:
@@ -147,6 +153,14 @@ class LlamaCppBackend:
             "threads": self._threads,
             "block_size": self.block_size,
         }
+
+    def _check_device(self) -> None:
+        on_cpu = LlamaCppBackend(self._file, device="cpu", threads=self._threads, context_length=self.context_length)
+        fault = check_device(self, on_cpu)
+        if fault:
+            warnings.warn(fault, DeviceWarning, stacklevel=3)
+            self._device, self._model, self.tokenizer = on_cpu._device, on_cpu._model, on_cpu.tokenizer
+            self._idle = on_cpu._idle
 
     def open_session(self) -> LlamaSession:
         """Return a session. Sessions may be open at the same time; each then holds a context of its own."""
@@ -181,6 +195,8 @@ class _Context:
         parameters.n_seq_max = MAX_PACKED
         parameters.kv_unified = True  # all sequences share the cells; by default each would get a 32nd of them
         parameters.n_threads = parameters.n_threads_batch = threads
+        if _metadata(model.pointer, "general.file_type") == _ALL_FLOAT32:  # with half-precision keys it would not be
+            parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F32
         if device == "cpu":
             parameters.op_offload = parameters.offload_kqv = False
             _switch_off_flash_attention(parameters)
@@ -215,29 +231,37 @@ class _Context:
 
     def score(self, parts: Sequence[_Part]) -> FloatArray:
         """Decode one batch and return ln p of all parts' targets, one after the other, float32 [n_targets]."""
-        ids, positions, sequences, wanted = map(np.concatenate, zip(*map(_padded, count(), parts), strict=True))
-        targets = np.concatenate([part.targets for part in parts])
-        n_rows = len(ids)
         with self._lock:
-            batch = self._batch
-            batch.n_tokens = n_rows
-            _view(batch.token, n_rows)[:] = ids
-            _view(batch.pos, n_rows)[:] = positions
-            _view(batch.n_seq_id, n_rows)[:] = 1
-            _view(batch.logits, n_rows)[:] = wanted
-            for row, sequence in enumerate(sequences.tolist()):
-                batch.seq_id[row][0] = sequence
-            _engine_messages.clear()
-            status = llama_cpp.llama_decode(self._pointer, batch)
-            if status != 0:
-                raise BackendError(f"llama.cpp failed to decode {n_rows} tokens (status {status}): {_reason()}")
-            for sequence, part in enumerate(parts):
-                llama_cpp.llama_memory_seq_rm(self._memory, sequence, part.position + len(part.ids), -1)
-            if not len(targets):
-                return np.empty(0, np.float32)
-            address = ctypes.cast(llama_cpp.llama_get_logits(self._pointer), ctypes.POINTER(ctypes.c_float))
-            logits = np.ctypeslib.as_array(address, (len(targets), self._n_vocabulary))
-            return reduce_logits(logits, targets, self._scratch)
+            return reduce_logits(self._decode(parts), _targets_of(parts), self._scratch)
+
+    def score_with_logits(self, parts: Sequence[_Part]) -> tuple[FloatArray, FloatArray]:
+        """Do the same, and return a copy of the logits too, float32 [n_targets, vocabulary]."""
+        with self._lock:
+            logits = self._decode(parts)
+            return reduce_logits(logits, _targets_of(parts), self._scratch), logits.copy()
+
+    def _decode(self, parts: Sequence[_Part]) -> FloatArray:
+        """Decode one batch and return the logits where llama.cpp keeps them: they are gone with the next batch."""
+        ids, positions, sequences, wanted = map(np.concatenate, zip(*map(_padded, count(), parts), strict=True))
+        n_rows, n_targets = len(ids), len(_targets_of(parts))
+        batch = self._batch
+        batch.n_tokens = n_rows
+        _view(batch.token, n_rows)[:] = ids
+        _view(batch.pos, n_rows)[:] = positions
+        _view(batch.n_seq_id, n_rows)[:] = 1
+        _view(batch.logits, n_rows)[:] = wanted
+        for row, sequence in enumerate(sequences.tolist()):
+            batch.seq_id[row][0] = sequence
+        _engine_messages.clear()
+        status = llama_cpp.llama_decode(self._pointer, batch)
+        if status != 0:
+            raise BackendError(f"llama.cpp failed to decode {n_rows} tokens (status {status}): {_reason()}")
+        for sequence, part in enumerate(parts):
+            llama_cpp.llama_memory_seq_rm(self._memory, sequence, part.position + len(part.ids), -1)
+        if not n_targets:
+            return np.empty((0, self._n_vocabulary), np.float32)
+        address = ctypes.cast(llama_cpp.llama_get_logits(self._pointer), ctypes.POINTER(ctypes.c_float))
+        return np.ctypeslib.as_array(address, (n_targets, self._n_vocabulary))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +282,12 @@ def _padded(sequence: int, part: _Part) -> tuple[TokenIds, IntArray, IntArray, I
     return ids, part.position + rows, np.full(n_rows, sequence), wanted.astype(np.int64)
 
 
+def _targets_of(parts: Sequence[_Part]) -> TokenIds:
+    return np.concatenate([part.targets for part in parts])
+
+
 class LlamaSession:
-    """See `backends.base.Session`."""
+    """See `backends.base.LogitsSession`."""
 
     def __init__(self, backend: LlamaCppBackend) -> None:
         self._backend = backend
@@ -285,6 +313,13 @@ class LlamaSession:
         self._context.make_room(keep_from, shift)
         return self._context.score([_Part(ids, targets, position)])
 
+    def advance_with_logits(
+        self, ids: TokenIds, targets: TokenIds, *, position: int, keep_from: int, shift: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """See `backends.base.LogitsSession`."""
+        self._context.make_room(keep_from, shift)
+        return self._context.score_with_logits([_Part(ids, targets, position)])
+
     def score_packed(self, documents: Sequence[TokenIds], prefix_id: int) -> list[FloatArray]:
         """See `LlamaCppBackend.score_packed`."""
         parts = [_Part(np.concatenate([[prefix_id], ids[:-1]]).astype(np.int32), ids, 0) for ids in documents]
@@ -292,38 +327,12 @@ class LlamaSession:
         return np.split(logprobs, np.cumsum([len(ids) for ids in documents])[:-1])
 
 
-def reduce_logits(logits: FloatArray, targets: TokenIds, scratch: FloatArray) -> FloatArray:
-    """Return ln softmax(logits)[target] for each row, in float32 with a stable log-sum-exp.
-
-    Args:
-        logits: float32 [n, vocabulary].
-        targets: int32 [n].
-        scratch: float32 [rows, vocabulary], overwritten; so many rows are reduced at once.
-
-    Raises:
-        BackendError: a result is not a finite number.
-    """
-    logprobs = np.empty(len(targets), np.float32)
-    with np.errstate(invalid="ignore"):  # reported below
-        for start in range(0, len(targets), len(scratch)):
-            rows = logits[start : start + len(scratch)]
-            part = scratch[: len(rows)]
-            highest = rows.max(axis=1)
-            np.subtract(rows, highest[:, None], out=part)
-            np.exp(part, out=part)
-            chosen = rows[np.arange(len(rows)), targets[start : start + len(rows)]]
-            logprobs[start : start + len(rows)] = chosen - highest - np.log(part.sum(axis=1))
-    if not np.isfinite(logprobs).all():
-        raise BackendError(
-            "The model returned values that are not numbers; the device's half-precision arithmetic overflows with "
-            "this model, or the file is damaged: try --device cpu, and `metachunk-edge models verify`."
-        )
-    return logprobs
-
-
 def _load(path: Path, *, on_gpu: bool) -> LlamaModel:
     parameters = llama_cpp.llama_model_default_params()
     parameters.n_gpu_layers = 999 if on_gpu else 0
+    if not on_gpu:  # without layers a GPU would still get the large products
+        no_devices = (ctypes.c_void_p * 1)()  # a list that ends where it begins
+        parameters.devices = ctypes.addressof(no_devices)
     with _engine_lock, _interrupts_after():
         llama_cpp.llama_log_set(_keep_message, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -364,7 +373,7 @@ def _interrupts_after() -> Iterator[None]:
 def _check_kind(model: Any, path: Path) -> None:
     if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_model_has_decoder(model):
         raise ModelFileError(f"{path} is no language model that predicts the next token: use a decoder such as Qwen2.")
-    if llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model):
+    if llama_cpp.llama_model_is_recurrent(model) or _is_hybrid(model):
         raise ModelFileError(
             f"{path} is a recurrent model, whose memory has no windows: use a transformer such as Qwen2."
         )
@@ -373,6 +382,11 @@ def _check_kind(model: Any, path: Path) -> None:
         raise ModelFileError(
             f"{path} has a tokenizer that does not give every text back: use a model such as Qwen2 or SmolLM2."
         )
+
+
+def _is_hybrid(model: Any) -> bool:
+    # llama-cpp-python 0.3.16 cannot tell.
+    return hasattr(llama_cpp, "llama_model_is_hybrid") and bool(llama_cpp.llama_model_is_hybrid(model))
 
 
 def _metadata(model: Any, key: str) -> str:
