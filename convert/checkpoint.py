@@ -14,6 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from metachunk_edge.backends.hf_tokenizer import mark_control_tokens
+from metachunk_edge.cache import sha256_of
 from metachunk_edge.convert.architecture import (
     check_config,
     check_tensors,
@@ -23,11 +28,7 @@ from metachunk_edge.convert.architecture import (
 )
 from metachunk_edge.convert.dequantize import config_of_gguf, dequantize, open_gguf
 from metachunk_edge.convert.files import read_json
-from metachunk_edge.convert.tokenizer import check_tokenizer, mark_control_tokens, tokenizer_of_gguf
-from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
-
-from metachunk_edge.cache import sha256_of
+from metachunk_edge.convert.tokenizer import check_tokenizer, tokenizer_of_gguf
 from metachunk_edge.errors import ConversionError, ModelNotFoundError
 from metachunk_edge.types import FloatArray
 

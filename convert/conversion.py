@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from metachunk_edge.cache import ModelFile, locked, sha256_of
 from metachunk_edge.convert.checkpoint import Checkpoint, Source, dequantize, open_source
 from metachunk_edge.convert.dequantize import Progress
 from metachunk_edge.convert.gguf import GGUF_PRECISIONS, write_gguf
 from metachunk_edge.convert.manifest import write_manifest
 from metachunk_edge.convert.onnx import ONNX_PRECISIONS, write_onnx
 from metachunk_edge.convert.verify import N_TOKENS, verify_conversion
-
-from metachunk_edge.cache import ModelFile, locked, sha256_of
 from metachunk_edge.converted import MANIFEST, converted_models_folder, identity
 from metachunk_edge.errors import ConversionError, SettingsError
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
+
 from metachunk_edge.convert.architecture import (
     check_config,
     check_tensors,
@@ -18,7 +20,6 @@ from metachunk_edge.convert.architecture import (
 from metachunk_edge.convert.files import write_json, writing_to
 from metachunk_edge.convert.gguf_file import GgufFile, read_gguf
 from metachunk_edge.convert.tokenizer import tokenizer_of_gguf
-from safetensors.numpy import save_file
 
 __all__ = ["Progress", "config_of_gguf", "dequantize", "open_gguf"]
 

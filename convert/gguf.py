@@ -15,14 +15,14 @@ from pathlib import Path
 import gguf
 import llama_cpp
 import numpy as np
+
+from metachunk_edge.backends.devices import default_threads
+from metachunk_edge.backends.llama_cpp import engine_lock, interrupts_after, keep_message
 from metachunk_edge.convert.architecture import expected_tensors, gguf_names
 from metachunk_edge.convert.checkpoint import Checkpoint
 from metachunk_edge.convert.dequantize import Progress
 from metachunk_edge.convert.files import writing_to
 from metachunk_edge.convert.tokenizer import merges_of
-
-from metachunk_edge.backends.devices import default_threads
-from metachunk_edge.backends.llama_cpp import _engine_lock, _interrupts_after, _keep_message
 from metachunk_edge.errors import ConversionError, SettingsError
 
 __all__ = ["GGUF_PRECISIONS", "write_gguf"]
@@ -204,13 +204,13 @@ def _quantize(source: Path, target: Path, precision: str, threads: int, on_progr
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = int(_FILE_TYPES[precision])
     parameters.nthread = threads
-    with _engine_lock, _interrupts_after():
+    with engine_lock, interrupts_after():
         llama_cpp.llama_backend_init()
         llama_cpp.llama_log_set(follow, ctypes.c_void_p(0))
         try:
             failed = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(parameters))
         finally:
-            llama_cpp.llama_log_set(_keep_message, ctypes.c_void_p(0))
+            llama_cpp.llama_log_set(keep_message, ctypes.c_void_p(0))
     if failed:
         reason = errors[-1].split(": ", 1)[-1] if errors else "it gives no reason"
         raise ConversionError(f"llama.cpp cannot write the model in {precision}: {reason}. Choose another precision.")

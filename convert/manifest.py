@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from metachunk_edge.convert.checkpoint import Source
-
 from metachunk_edge.cache import sha256_of
+from metachunk_edge.convert.checkpoint import Source
 from metachunk_edge.converted import MANIFEST
 
 __all__ = ["write_manifest"]

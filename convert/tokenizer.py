@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from metachunk_edge.errors import ConversionError
 
-__all__ = ["SPLIT_PATTERN", "check_tokenizer", "mark_control_tokens", "merges_of", "tokenizer_of_gguf"]
+__all__ = ["SPLIT_PATTERN", "check_tokenizer", "merges_of", "tokenizer_of_gguf"]
 
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,8 +32,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], source: Path) -> Tokenizer:
             f"{source} has a tokenizer of kind {kind}: only Qwen2's, ('gpt2', 'qwen2'), is converted."
         )
     tokens, types, merges = (metadata.get(f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type", "merges"))
-    lists = all(isinstance(values, list) and values for values in (tokens, types, merges))
-    if not lists or len(types) != len(tokens):
+    if not all(isinstance(values, list) and values for values in (tokens, types, merges)) or len(types) != len(tokens):
         raise ConversionError(f"The vocabulary of {source} is incomplete: tokens, token types or merges are missing.")
     by_type = {kind: [i for i, of in enumerate(types) if of == kind] for kind in gguf.TokenType}
     vocabulary = {tokens[i]: i for i in by_type[gguf.TokenType.NORMAL]}
@@ -63,17 +62,6 @@ def check_tokenizer(tokenizer: Tokenizer, source: Path) -> None:
             raise ConversionError(
                 f"The tokenizer of {source} is not Qwen2's: its {key} is {found[key]}, and it must be {rule}."
             )
-
-
-def mark_control_tokens(tokenizer: Tokenizer) -> None:
-    """Make every added token of the form <|…|> a control token.
-
-    Some of Qwen2.5's are not marked, such as <|fim_prefix|>. Qwen's own GGUF files mark them all; otherwise such a
-    string in a document would get a meaning, and the ids of two files of one model would differ.
-    """
-    for token in tokenizer.get_added_tokens_decoder().values():
-        if token.content.startswith("<|") and token.content.endswith("|>") and not token.special:
-            tokenizer.add_special_tokens([AddedToken(token.content, special=True, normalized=False)])
 
 
 def _byte_level_bpe(vocabulary: dict[str, int], merges: list[Any]) -> Tokenizer:

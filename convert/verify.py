@@ -6,11 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from metachunk_edge.convert.files import read_json
-from metachunk_edge.convert.reference import ReferenceBackend
-
 from metachunk_edge.backends import load_backend
 from metachunk_edge.cache import ModelFile
+from metachunk_edge.convert.files import read_json
+from metachunk_edge.convert.reference import ReferenceBackend
 from metachunk_edge.errors import BackendError, ConversionError
 from metachunk_edge.parity import check, compare, packaged_texts, record, tolerance_of
 from metachunk_edge.settings import Settings

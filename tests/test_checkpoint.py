@@ -20,12 +20,12 @@ if "REQUIRE_MODELS" not in os.environ:  # as `make test` has it: there, a skip w
 import gguf
 import torch
 import transformers
-from metachunk_edge.convert import dequantize as dequantize_module
-from metachunk_edge.convert.checkpoint import Checkpoint, dequantize, open_source
-from metachunk_edge.convert.gguf import write_gguf
 from safetensors.numpy import load_file, save_file
 from tiny import CHAT_TEMPLATE, make_tiny_checkpoint
 
+from metachunk_edge.convert import dequantize as dequantize_module
+from metachunk_edge.convert.checkpoint import Checkpoint, dequantize, open_source
+from metachunk_edge.convert.gguf import write_gguf
 from metachunk_edge.errors import ConversionError, ModelNotFoundError
 
 TEXT = "He wrote <|im_end|> and <tool_call>, e\u0301 and 12,  it's\n\n<|fim_prefix|>x"

@@ -20,9 +20,6 @@ import gguf
 import llama_cpp
 import torch
 import transformers
-from metachunk_edge.convert import gguf as gguf_module
-from metachunk_edge.convert.checkpoint import Checkpoint, dequantize
-from metachunk_edge.convert.gguf import GGUF_PRECISIONS, write_gguf
 from safetensors.numpy import load_file, save_file
 from strategies import HOSTILE
 from tiny import CHAT_TEMPLATE, make_tiny_checkpoint
@@ -31,6 +28,9 @@ from tokenizers import Tokenizer
 from metachunk_edge.backends.llama_cpp import LlamaCppBackend
 from metachunk_edge.cache import ModelFile
 from metachunk_edge.catalogue import find_model
+from metachunk_edge.convert import gguf as gguf_module
+from metachunk_edge.convert.checkpoint import Checkpoint, dequantize
+from metachunk_edge.convert.gguf import GGUF_PRECISIONS, write_gguf
 from metachunk_edge.errors import ConversionError, ModelNotFoundError, SettingsError
 from metachunk_edge.tokens import encode
 

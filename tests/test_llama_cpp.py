@@ -184,7 +184,7 @@ def test_an_interrupt_while_a_model_loads_is_raised_afterwards() -> None:
     finished = False
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), llama_cpp._interrupts_after():
+        with pytest.raises(KeyboardInterrupt), llama_cpp.interrupts_after():
             os.kill(os.getpid(), signal.SIGINT)
             finished = True
     finally:
@@ -197,7 +197,7 @@ def test_a_host_programs_own_handling_of_interrupts_stays_in_force() -> None:
     heard: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number))
     try:
-        with llama_cpp._interrupts_after():
+        with llama_cpp.interrupts_after():
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, previous)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -19,6 +21,7 @@ from hypothesis.extra.numpy import arrays
 from metachunk_edge import FakeBackend, Settings, SettingsError
 from metachunk_edge.backends.base import N_SINKS
 from metachunk_edge.backends.reduce import reduce_logits
+from metachunk_edge.cache import ModelFile
 from metachunk_edge.cli import main
 from metachunk_edge.errors import ParityError
 from metachunk_edge.parity import Parity, check, compare, first_tokens, record, tolerance_of
@@ -351,3 +354,39 @@ def test_the_command_refuses_a_reference_that_is_not_there() -> None:
     result = CliRunner().invoke(main, ["parity", "nothing.gguf", "--reference", "nothing.gguf"])
     assert result.exit_code == 1
     assert "There is no model file at" in result.output
+
+
+def run_command(model: ModelFile, reference: Path, *options: str) -> Result:
+    arguments = ["parity", str(model.path.parent), "--reference", str(reference), "--tokens", "80", "--threads", "1"]
+    return CliRunner().invoke(main, [*arguments, "--context-length", "512", "--device", "cpu", *options])
+
+
+def test_the_command_writes_a_table_json_and_markdown(
+    tiny_checkpoint: Path, tiny_model: Callable[[str], ModelFile], tmp_path: Path
+) -> None:
+    model = tiny_model("float32")
+    files = ("--json", str(tmp_path / "parity.json"), "--markdown", str(tmp_path / "parity.md"))
+    result = run_command(model, tiny_checkpoint, *files)
+    assert result.exit_code == 0, result.output
+    assert "The reference is the checkpoint in float32." in result.output
+    report = json.loads((tmp_path / "parity.json").read_text(encoding="utf-8"))
+    assert report["reference"]["dequantized"] is False
+    (comparison,) = report["comparisons"]
+    assert comparison["model"]["sha256"] == model.sha256
+    assert comparison["parity"]["n_tokens"] == 160
+    assert comparison["failures"] == []
+    assert "| tiny | float32 |" in (tmp_path / "parity.md").read_text(encoding="utf-8")
+
+
+def test_the_command_fails_with_what_was_measured_and_allowed(
+    tiny_checkpoint: Path, tiny_model: Callable[[str], ModelFile]
+) -> None:
+    result = run_command(tiny_model("q4_0"), tiny_checkpoint)  # random weights do not bear so few bits
+    assert result.exit_code == 1
+    assert re.search(r"tiny \(q4_0\): mean KL divergence: measured .* nats, allowed at most .* nats", result.output)
+
+
+def test_the_command_says_that_a_reference_is_dequantized(tiny_model: Callable[[str], ModelFile]) -> None:
+    model = tiny_model("q8_0")
+    result = run_command(model, model.path)
+    assert "The reference is dequantized" in result.output

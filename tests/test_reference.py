@@ -112,6 +112,7 @@ def test_moved_entries_are_as_if_read_at_their_new_positions(tmp_path: Path, ref
 
 def test_values_that_are_no_numbers_are_reported(folder: Path) -> None:
     import torch
+
     from metachunk_edge.convert.reference import ReferenceBackend
 
     backend = ReferenceBackend(folder, name="tiny", sha256="", threads=1, context_length=512)
@@ -137,8 +138,9 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(folder: Path) -> None:
-    from metachunk_edge.convert.reference import ReferenceBackend
     from safetensors.numpy import load_file, save_file
+
+    from metachunk_edge.convert.reference import ReferenceBackend
 
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]

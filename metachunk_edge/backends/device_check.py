@@ -15,9 +15,11 @@ from metachunk_edge.types import FloatArray
 
 __all__ = ["ALLOWED_HIGHEST", "ALLOWED_MEAN", "TEXT", "check_device"]
 
-TEXT = "The river rose by 3.75 metres in 2024, and nobody had seen it coming. 这条河很长，谁也没想到水会涨得这么高。"
-"""Both scripts and digits; about 40 tokens of Qwen2, 60 of SmolLM2."""
+TEXT = "In 2024 the river rose by 3.75 metres, and nobody had seen it coming: 谁也没想到。"
+"""Both scripts and digits; 30 tokens of Qwen2, 37 of SmolLM2."""
 
+# SmolLM2 in Q4_1 on a Vulkan device with half precision differs by 0.1 on average and by 0.6 for one token, since the
+# CPU rounds what it multiplies the weights with to 8 bits. Scores that are wrong differ by more than 2 on average.
 ALLOWED_MEAN = 0.25
 """Nats per token."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from metachunk_edge.errors import MissingExtraError, ModelFileError
 from metachunk_edge.types import IntArray, TokenIds
 
-__all__ = ["HuggingFaceTokenizer"]
+__all__ = ["HuggingFaceTokenizer", "mark_control_tokens"]
 
 
 class HuggingFaceTokenizer:
@@ -39,12 +39,13 @@ class HuggingFaceTokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower type
             raise ModelFileError(f"{path} is no tokenizer that can be loaded ({error}): copy it again.") from error
+        mark_control_tokens(tokenizer)
         tokenizer.encode_special_tokens = True  # control-token strings in a text are ordinary text
         tokenizer.normalizer = None  # texts come in normalized, by `tokens.py`, which keeps track of the offsets
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.name = name
-        self.normalizes_to_nfc = definition["normalizer"] is not None
+        self.normalizes_to_nfc = definition.get("normalizer") is not None
         self.prefix_id = _prefix_id(tokenizer, folder)
         self._tokenizer = tokenizer
         self._byte_lengths = _byte_lengths(tokenizer)
@@ -54,6 +55,19 @@ class HuggingFaceTokenizer:
         encoding = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         return ids, self._byte_lengths[ids]
+
+
+def mark_control_tokens(tokenizer: Any) -> None:
+    """Make every added token of the form <|…|> a control token.
+
+    Some of Qwen2.5's are not marked, such as <|fim_prefix|>. Qwen's own GGUF files mark them all; otherwise such a
+    string in a document would get a meaning, and the ids of two files of one model would differ.
+    """
+    from tokenizers import AddedToken
+
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.content.startswith("<|") and token.content.endswith("|>") and not token.special:
+            tokenizer.add_special_tokens([AddedToken(token.content, special=True, normalized=False)])
 
 
 def _byte_lengths(tokenizer: Any) -> IntArray:

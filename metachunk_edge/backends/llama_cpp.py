@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from metachunk_edge.backends import Device
     from metachunk_edge.cache import ModelFile
 
-__all__ = ["LlamaCppBackend"]
+__all__ = ["LlamaCppBackend", "engine_lock", "interrupts_after", "keep_message"]
 
 BLOCK_SIZE = 128
 """Tokens per call. 256 is no faster on CPUs without AVX-512 and takes 300 MB more for the 0.5B model."""
@@ -49,12 +49,13 @@ _NFC_TOKENIZERS = {"qwen2", "deepseek-r1-qwen"}  # pre-tokenizers whose original
 
 _ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 _ALL_FLOAT32 = "0"  # LLAMA_FTYPE_ALL_F32
-_engine_lock = threading.Lock()
+engine_lock = threading.Lock()
 _engine_messages: deque[str] = deque(maxlen=20)
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-def _keep_message(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+def keep_message(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+    """Keep an error of the engine for the next exception; everything else it says is not for the user."""
     if level == _ERROR_LEVEL:
         _engine_messages.append(text.decode("utf-8", errors="replace").strip())
 
@@ -200,7 +201,7 @@ class _Context:
         if device == "cpu":
             parameters.op_offload = parameters.offload_kqv = False
             _switch_off_flash_attention(parameters)
-        with _engine_lock:
+        with engine_lock:
             _engine_messages.clear()
             self._pointer = llama_cpp.llama_init_from_model(model.pointer, parameters)
         if not self._pointer:
@@ -333,8 +334,8 @@ def _load(path: Path, *, on_gpu: bool) -> LlamaModel:
     if not on_gpu:  # without layers a GPU would still get the large products
         no_devices = (ctypes.c_void_p * 1)()  # a list that ends where it begins
         parameters.devices = ctypes.addressof(no_devices)
-    with _engine_lock, _interrupts_after():
-        llama_cpp.llama_log_set(_keep_message, ctypes.c_void_p(0))
+    with engine_lock, interrupts_after():
+        llama_cpp.llama_log_set(keep_message, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         _engine_messages.clear()
         pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), parameters)
@@ -349,7 +350,7 @@ def _load(path: Path, *, on_gpu: bool) -> LlamaModel:
 
 
 @contextlib.contextmanager
-def _interrupts_after() -> Iterator[None]:
+def interrupts_after() -> Iterator[None]:
     """Raise Ctrl-C behind the block: inside the engine's log callback it would be printed and lost."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

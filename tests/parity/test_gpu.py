@@ -58,7 +58,7 @@ def load(model: ModelFile, patch: pytest.MonkeyPatch) -> Gpu:
     def keep(_level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
         lines.append(text.decode("utf-8", errors="replace"))
 
-    patch.setattr(engine, "_keep_message", keep)
+    patch.setattr(engine, "keep_message", keep)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the device check's
         on_gpu = load_backend(model, device="gpu", context_length=CONTEXT_LENGTH)
