@@ -14,7 +14,6 @@ measured again. The whole matrix of the 0.5B model takes an hour on two cores, a
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from metachunk_edge.backends import load_backend
 from metachunk_edge.convert.checkpoint import dequantize, open_source
 from metachunk_edge.convert.conversion import PRECISIONS
 from metachunk_edge.convert.reference import ReferenceBackend
+from metachunk_edge.converted import MANIFEST
 from metachunk_edge.parity import Recording, compare, first_tokens, packaged_texts, record
 from metachunk_edge.tolerances import Tolerance
 
@@ -52,10 +52,9 @@ class Plan:
 
 
 PLANS = (
-    Plan("rolling", 2_048, 128, 4, 512),
-    Plan("rolling", 288, 128, 2, 512),
-    Plan("strided", 288, 128, 2, 512),
-    Plan("rolling", 288, 48, 2, 512),
+    Plan("rolling", 2_048, 128, 4, 320),
+    Plan("rolling", 264, 48, 2, 320),
+    Plan("strided", 264, 128, 2, 320),
 )
 TINY_PLANS = (
     Plan("rolling", 512, 128, 2, 400),
@@ -121,9 +120,10 @@ def _measure(checkpoint: Path, work: Path, output: Path, precisions: tuple[str, 
     for precision in missing:
         click.echo(f"{precision} …", err=True)
         folder = work / precision
-        shutil.rmtree(folder, ignore_errors=True)
-        with patch("metachunk_edge.convert.verify.check", lambda *_: []):  # all figures are wanted, good or bad
-            converted = convert_model(checkpoint, folder, precision=precision)
+        if not (folder / MANIFEST).exists():
+            with patch("metachunk_edge.convert.verify.check", lambda *_: []):  # all figures are wanted, good or bad
+                convert_model(checkpoint, folder, precision=precision)
+        converted = find_model(str(folder))
         rows.append(
             {
                 "precision": precision,
@@ -232,7 +232,8 @@ def _tolerances(rows: list[dict[str, Any]]) -> str:
 
 _SMALLEST = 1e-8
 _ROOM = {"mean_abs": 1.25, "p999_abs": 1.6, "max_abs": 1.8, "rms_delta_p": 1.4, "kl_mean": 1.5, "kl_p999": 2.0}
-_ROOM_BELOW = {"same_top": 0.005, "rank_correlation": 0.02, "boundary_f1": 0.05, "identical_chunks": 0.1}
+# Of a text with few sentences, a single one that changes places or loses its boundary takes this much away.
+_ROOM_BELOW = {"same_top": 0.005, "rank_correlation": 0.1, "boundary_f1": 0.15, "identical_chunks": 0.3}
 
 
 if __name__ == "__main__":

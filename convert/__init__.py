@@ -35,7 +35,7 @@ def convert_model(
     """Convert a Qwen2 checkpoint or GGUF file, verify the result, and return it.
 
     Args:
-        source: a Hugging Face checkpoint folder, or a GGUF file, which is dequantized first.
+        source: a Hugging Face checkpoint folder, or a GGUF file or its name in the catalogue, which is dequantized.
         output: the folder to make; None: in the cache, where `find_model` knows it by its name.
         precision: "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m" or "q4_0" for a GGUF file; "float32",
             "float16", "int8" or "int4" for an ONNX model.
@@ -48,7 +48,8 @@ def convert_model(
         SettingsError: the precision is unknown, or the name is not one for a folder.
         ModelNotFoundError: there is no source.
         ConversionError: the source cannot be converted, there is no room, the output exists, or the result is outside
-            the tolerance of its precision; nothing is left behind.
+            the tolerance of its precision; nothing is left behind. If the process is killed, a hidden folder with
+            the end .partial stays, and goes with the next conversion to the same name.
     """
     try:
         from metachunk_edge.convert.conversion import convert

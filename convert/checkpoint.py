@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
@@ -104,6 +105,9 @@ class Checkpoint:
             with _opened(file) as weights:
                 tensor = weights.get_slice(name)
                 shapes[name], self._dtypes[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+        if self.is_tied and "lm_head.weight" in shapes and self._has_copy_of_embedding():
+            for found in (shapes, self._dtypes, self._file_of):
+                del found["lm_head.weight"]
         check_tensors(shapes, expected_tensors(self.config), folder)
         for name, dtype in self._dtypes.items():
             if dtype not in _DTYPES:
@@ -111,10 +115,10 @@ class Checkpoint:
                     f"The tensor {name} in {folder} is of type {dtype}: save the model in float32, float16 or bfloat16."
                 )
 
-    @property
-    def n_layers(self) -> int:
-        """The number of transformer blocks."""
-        return int(self.config["num_hidden_layers"])
+    def _has_copy_of_embedding(self) -> bool:
+        """Some trainers store a tied output matrix, too."""
+        embedding = "model.embed_tokens.weight"
+        return embedding in self._file_of and np.array_equal(self.tensor("lm_head.weight"), self.tensor(embedding))
 
     @property
     def is_tied(self) -> bool:
@@ -125,16 +129,6 @@ class Checkpoint:
     def n_parameters(self) -> int:
         """How many weights the model has; a tied matrix counts once."""
         return count_parameters(self.config)
-
-    @property
-    def tensor_names(self) -> list[str]:
-        """The names of all tensors, from the embedding to the output matrix."""
-        return list(expected_tensors(self.config))
-
-    @property
-    def source_dtype(self) -> str:
-        """What the embedding matrix is stored in: float32, float16 or bfloat16."""
-        return _DTYPES[self._dtypes["model.embed_tokens.weight"]]
 
     @property
     def files(self) -> list[Path]:

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from metachunk_edge.cache import ModelFile, locked, sha256_of
+from metachunk_edge.catalogue import catalogue, find_model
+from metachunk_edge.convert import Progress
 from metachunk_edge.convert.checkpoint import Checkpoint, Source, dequantize, open_source
-from metachunk_edge.convert.dequantize import Progress
+from metachunk_edge.convert.files import write_json, writing_to
 from metachunk_edge.convert.gguf import GGUF_PRECISIONS, write_gguf
 from metachunk_edge.convert.manifest import write_manifest
 from metachunk_edge.convert.onnx import ONNX_PRECISIONS, write_onnx
 from metachunk_edge.convert.verify import N_TOKENS, verify_conversion
-from metachunk_edge.converted import MANIFEST, converted_models_folder, identity
+from metachunk_edge.converted import MANIFEST, converted_models_folder, identity, open_converted, staging_of
 from metachunk_edge.errors import ConversionError, SettingsError
 
-__all__ = ["PRECISIONS", "Needs", "convert", "needs_of"]
+__all__ = ["PRECISIONS", "Needs", "convert", "needs_of", "source_path"]
 
 PRECISIONS = (*GGUF_PRECISIONS, *ONNX_PRECISIONS)
 
@@ -57,17 +59,20 @@ def convert(
     on_progress: Progress | None,
 ) -> ModelFile:
     """Do what `convert_model` promises."""
+    precision = precision.lower()
     if precision not in PRECISIONS:
         raise SettingsError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if threads is not None and threads < 1:
+        raise SettingsError(f"threads must be at least 1, got {threads}")
     report = on_progress or (lambda _message, _done, _total: None)
     report("Checking the source", 0, 1)
-    opened = open_source(Path(source))
+    opened = open_source(source_path(str(source)))
     needs = needs_of(opened, precision)
     report(f"Takes up to {needs.disk / 1e9:.1f} GB of disk and {needs.memory / 1e9:.1f} GB of memory", 0, 1)
     model_format = "onnx" if precision in ONNX_PRECISIONS else "gguf"
-    name = name or f"{_base_name(opened)}-{model_format}-{precision}"
-    if Path(name).name != name or name.startswith("."):
-        raise SettingsError(f"name must be one that a folder can have, got {name!r}")
+    name = name or f"{opened.name.lower()}-{model_format}-{precision}"
+    if Path(name).name != name or name.startswith(".") or name in catalogue():
+        raise SettingsError(f"name must be one that a folder can have, and not in the catalogue, got {name!r}")
     folder = converted_models_folder() / name if output is None else Path(output).absolute()
     with _staging(folder, needs) as staging:
         model_folder = staging / "model"
@@ -94,8 +99,24 @@ def convert(
             source=opened,
             parity=parity,
         )
+        if folder.is_dir():  # empty; Windows moves no folder onto another
+            folder.rmdir()
         model_folder.replace(folder)
     return ModelFile(folder / model_file, name, precision, sha256)
+
+
+def source_path(source: str) -> Path:
+    """The folder or file of a source: a path, or the name of a downloaded or converted GGUF model.
+
+    Raises:
+        ConversionError: it is an ONNX model.
+    """
+    if source not in catalogue() and open_converted(source) is None:
+        return Path(source)
+    model = find_model(source)
+    if model.format == "onnx":
+        raise ConversionError(f"{source} is an ONNX model, which cannot be converted: give what it was made from.")
+    return model.path
 
 
 def _checkpoint_folder(source: Source, staging: Path, report: Progress) -> Path:
@@ -107,28 +128,22 @@ def _checkpoint_folder(source: Source, staging: Path, report: Progress) -> Path:
 
 def _add_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     checkpoint.tokenizer().save(str(folder / "tokenizer.json"))
-    for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
+    # The file that is read for the token before a text; a checkpoint's tokenizer may name another one.
+    write_json(folder / "config.json", {**checkpoint.config, "bos_token_id": checkpoint.special_token_id("bos")})
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
         if (checkpoint.folder / name).exists():
             shutil.copyfile(checkpoint.folder / name, folder / name)
-
-
-def _base_name(source: Source) -> str:
-    """The source's name without the precision that a GGUF file usually has at its end."""
-    base = source.name.lower()
-    for precision in GGUF_PRECISIONS:
-        base = base.removesuffix(f"-{precision}")
-    return base.removesuffix("-gguf")
 
 
 @contextlib.contextmanager
 def _staging(folder: Path, needs: Needs) -> Iterator[Path]:
     """A folder to work in beside `folder`, on the same disk; it goes away however the work ends."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         advice = "`metachunk-edge models remove` it" if (folder / MANIFEST).exists() else "choose another folder"
         raise ConversionError(f"{folder} exists already: {advice} first.")
-    staging = folder.parent / f".{folder.name}.partial"
-    try:
-        with locked(staging, ConversionError, doing="converted"):
+    staging = staging_of(folder)
+    with locked(staging, ConversionError, doing="converted"):
+        try:
             _clear(staging)
             free = shutil.disk_usage(staging).free
             if free < needs.disk:
@@ -136,14 +151,13 @@ def _staging(folder: Path, needs: Needs) -> Iterator[Path]:
                     f"The conversion needs up to {needs.disk / 1e9:.1f} GB in {folder.parent}, where {free / 1e9:.1f} "
                     "GB are free: make room, or name another folder as the output."
                 )
-            try:
+            with writing_to(staging):
                 yield staging
-            finally:
+        finally:
+            with contextlib.suppress(OSError):  # never in place of the error that ended the work
                 _clear(staging)
-    finally:
-        with contextlib.suppress(OSError):
-            (staging / ".lock").unlink(missing_ok=True)
-            staging.rmdir()
+                (staging / ".lock").unlink()
+                staging.rmdir()
 
 
 def _clear(staging: Path) -> None:

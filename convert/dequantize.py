@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from metachunk_edge.convert import Progress
 from metachunk_edge.convert.architecture import (
     check_config,
     check_tensors,
@@ -20,11 +21,9 @@ from metachunk_edge.convert.architecture import (
 from metachunk_edge.convert.files import write_json, writing_to
 from metachunk_edge.convert.gguf_file import GgufFile, read_gguf
 from metachunk_edge.convert.tokenizer import tokenizer_of_gguf
+from metachunk_edge.errors import ConversionError
 
-__all__ = ["Progress", "config_of_gguf", "dequantize", "open_gguf"]
-
-Progress = Callable[[str, int, int], None]
-"""Called with a message, how many steps are done, and how many there are."""
+__all__ = ["config_of_gguf", "dequantize", "open_gguf"]
 
 _SHARD_BYTES = 1 << 30  # the library copies a shard in memory while it writes it
 
@@ -66,7 +65,7 @@ def _write_weights(opened: GgufFile, config: dict[str, Any], folder: Path, on_pr
             file_of[name] = file
             done += 1
             if on_progress:
-                on_progress(f"dequantizing {name}", done, len(shapes))
+                on_progress("Dequantizing", done, len(shapes))
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         index = {"metadata": {"total_size": 4 * count_parameters(config)}, "weight_map": file_of}
@@ -96,6 +95,13 @@ def config_of_gguf(opened: GgufFile) -> dict[str, Any]:
         return metadata.get(f"qwen2.{key}", default)
 
     heads = value("attention.head_count")
+    head_size = value("embedding_length", 0) // (heads or 1)
+    for key in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
+        if value(key, head_size) != head_size:
+            raise ConversionError(
+                f"{opened.path} has qwen2.{key} {value(key)}, which is not supported: it must be the size of a head, "
+                f"{head_size}."
+            )
     scaling = value("rope.scaling.type", "none")
     tokens = metadata.get("tokenizer.ggml.tokens")
     config = {

@@ -18,9 +18,9 @@ import numpy as np
 
 from metachunk_edge.backends.devices import default_threads
 from metachunk_edge.backends.llama_cpp import engine_lock, interrupts_after, keep_message
+from metachunk_edge.convert import Progress
 from metachunk_edge.convert.architecture import expected_tensors, gguf_names
 from metachunk_edge.convert.checkpoint import Checkpoint
-from metachunk_edge.convert.dequantize import Progress
 from metachunk_edge.convert.files import writing_to
 from metachunk_edge.convert.tokenizer import merges_of
 from metachunk_edge.errors import ConversionError, SettingsError
@@ -45,7 +45,7 @@ _MATRIX_TYPES = {
     "f16": gguf.GGMLQuantizationType.F16,
     "bf16": gguf.GGMLQuantizationType.BF16,
 }
-_TENSOR_COUNT = re.compile(r"\[ *(\d+)/ *(\d+)\] +(\S+)")
+_TENSOR_COUNT = re.compile(r"\[ *(\d+)/ *(\d+)\]")
 _ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 
 
@@ -185,7 +185,7 @@ def _write_tensors(
             )
         writer.write_tensor_data(data)
         if on_progress:
-            on_progress(f"writing {names[tensor]}", done, len(types))
+            on_progress("Writing the weights", done, len(types))
 
 
 def _quantize(source: Path, target: Path, precision: str, threads: int, on_progress: Progress | None) -> None:
@@ -197,7 +197,7 @@ def _quantize(source: Path, target: Path, precision: str, threads: int, on_progr
         line = text.decode("utf-8", errors="replace").strip()
         count = _TENSOR_COUNT.match(line)
         if count and on_progress:
-            on_progress(f"quantizing {count[3]}", int(count[1]), int(count[2]))
+            on_progress("Quantizing", int(count[1]), int(count[2]))
         if level == _ERROR_LEVEL and line:
             errors.append(line)
 

@@ -29,6 +29,13 @@ _TOOLS = (
 )
 
 
+def _version(tool: str) -> str | None:
+    try:
+        return importlib.metadata.version(tool)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # e.g. onnxruntime-gpu in place of onnxruntime
+
+
 def write_manifest(
     folder: Path,
     *,
@@ -49,7 +56,7 @@ def write_manifest(
         "model_file": model_file,
         "source": {"name": source.name, "kind": source.kind, "sha256": source.sha256},
         "is_dequantized": source.kind == "gguf",
-        "made_with": {tool: importlib.metadata.version(tool) for tool in _TOOLS},
+        "made_with": {tool: _version(tool) for tool in _TOOLS},
         "parity": parity,
         "files": {
             file.name: {"n_bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in sorted(folder.iterdir())

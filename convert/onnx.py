@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
+from optimum.exporters.onnx import main_export
+from transformers.utils import logging as transformers_logging
 
 from metachunk_edge.errors import ConversionError
 
@@ -35,6 +38,8 @@ __all__ = ["ONNX_PRECISIONS", "add_scoring_head", "write_onnx"]
 
 ONNX_PRECISIONS = ("float32", "float16", "int8", "int4")
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
+
+HALF_PRECISION_LIMIT = 65_504.0
 
 N_HEAD_SLICES = 8
 """The output matrix is cut into so many slices, one after the other: only one slice's logits are held at a time."""
@@ -53,11 +58,12 @@ def write_onnx(checkpoint: Checkpoint, folder: Path, precision: str) -> None:
     Raises:
         ConversionError: the exporter gave a graph of another form than expected.
     """
-    import onnx
-
     path = folder / "model.onnx"
     with _quiet():
-        _export(checkpoint.folder, folder)
+        try:
+            _export(checkpoint.folder, folder)
+        except Exception as error:  # of PyTorch, transformers or optimum
+            raise ConversionError(f"The ONNX exporter failed: {error}") from error
         model = onnx.load(path, load_external_data=False)
         model = onnx.shape_inference.infer_shapes(model)  # without the weights, for it takes no more than 2 GB
         onnx.load_external_data_for_model(model, str(folder))
@@ -85,8 +91,6 @@ def _with_scoring_head(model: Any, precision: str) -> Any:
 
 
 def _export(checkpoint_folder: Path, folder: Path) -> None:
-    from optimum.exporters.onnx import main_export
-
     main_export(
         str(checkpoint_folder),
         folder,
@@ -100,11 +104,22 @@ def _export(checkpoint_folder: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The tracer warns of every branch in the model's code, and the quantizer reports each node it leaves alone."""
+    """The tracer warns of every branch in the model's code, and the quantizer reports each node it leaves alone.
+
+    Errors come as exceptions.
+    """
     logging.getLogger("onnxruntime.quantization.matmul_nbits_quantizer").setLevel(logging.CRITICAL)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    verbosity, shows_progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
 
 
 def add_scoring_head(model: Any) -> None:
@@ -209,10 +224,52 @@ def _slice_text(number: int, first_id: int, width: int) -> str:
 
 def _in_half_precision(model: Any) -> Any:
     """Weights and activations, but for the normalizations, whose squares overflow, and the rotary angles."""
+    from onnx import TensorProto
+    from onnx.numpy_helper import to_array
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
+    for tensor in model.graph.initializer:
+        if (
+            tensor.data_type == TensorProto.FLOAT
+            and not np.abs(to_array(tensor)).max(initial=0) <= HALF_PRECISION_LIMIT
+        ):
+            raise ConversionError(f"The weights {tensor.name} do not fit in float16: choose float32.")
     kept = [node.name for node in model.graph.node if "norm/" in node.name or "rotary_emb/" in node.name]
-    return convert_float_to_float16(model, keep_io_types=True, disable_shape_infer=True, node_block_list=kept)
+    model = convert_float_to_float16(
+        model,
+        keep_io_types=True,
+        disable_shape_infer=True,
+        node_block_list=kept,
+        max_finite_val=HALF_PRECISION_LIMIT,
+    )
+    _join_kept_nodes(model.graph)
+    return model
+
+
+def _join_kept_nodes(graph: Any) -> None:
+    """Hand values from one kept node to the next as they are.
+
+    The converter rounds them to half precision in between, where the squares of a normalization become infinite, and
+    its results 0: finite, and wrong.
+    """
+    from onnx import TensorProto
+
+    casts = {node.output[0]: node for node in graph.node if node.op_type == "Cast"}
+    joined = {}
+    for output, cast in casts.items():
+        before = casts.get(cast.input[0])
+        if before is not None and _target_of(before) == TensorProto.FLOAT16 and _target_of(cast) == TensorProto.FLOAT:
+            joined[output] = before.input[0]
+    for node in graph.node:
+        node.input[:] = [joined.get(name, name) for name in node.input]
+    read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    unread = [cast for output, cast in casts.items() if output not in read]
+    for cast in unread:
+        graph.node.remove(cast)
+
+
+def _target_of(cast: Any) -> int:
+    return next(int(attribute.i) for attribute in cast.attribute if attribute.name == "to")
 
 
 def _quantized(model: Any, bits: int) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from metachunk_edge.backends.base import N_SINKS
+from metachunk_edge.backends.devices import default_threads
 from metachunk_edge.backends.hf_tokenizer import HuggingFaceTokenizer
 from metachunk_edge.backends.reduce import reduce_logits
 from metachunk_edge.errors import MissingExtraError, ModelFileError, SettingsError
@@ -42,8 +43,9 @@ class ReferenceBackend:
         folder: a Hugging Face checkpoint with config, weights and tokenizer.json.
         name: what results call the model.
         sha256: the checksum of what the checkpoint was made from.
-        threads: CPU threads, of the whole process; None: PyTorch's own choice.
+        threads: CPU threads, of the whole process; None: one per physical core that it may use.
         context_length: how many entries the KV cache holds.
+        tokenizer: the checkpoint's, if its folder has no tokenizer.json.
 
     Raises:
         ModelFileError: the folder is no Qwen2 checkpoint, or it is incomplete.
@@ -51,11 +53,19 @@ class ReferenceBackend:
     """
 
     def __init__(
-        self, folder: Path, *, name: str, sha256: str, threads: int | None = None, context_length: int = 2_048
+        self,
+        folder: Path,
+        *,
+        name: str,
+        sha256: str,
+        threads: int | None = None,
+        context_length: int = 2_048,
+        tokenizer: HuggingFaceTokenizer | None = None,
     ) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self.tokenizer = HuggingFaceTokenizer(folder, name)
+        if threads is not None and threads < 1:
+            raise SettingsError(f"threads must be at least 1, got {threads}")
+        torch.set_num_threads(threads or default_threads())
+        self.tokenizer = tokenizer or HuggingFaceTokenizer(folder, name)
         self.network = _load(folder)
         self.block_size = BLOCK_SIZE
         self.row_multiple = 1

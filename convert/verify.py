@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from metachunk_edge.backends import load_backend
+from metachunk_edge.backends.hf_tokenizer import HuggingFaceTokenizer
 from metachunk_edge.cache import ModelFile
 from metachunk_edge.convert.files import read_json
 from metachunk_edge.convert.reference import ReferenceBackend
-from metachunk_edge.errors import BackendError, ConversionError
-from metachunk_edge.parity import check, compare, packaged_texts, record, tolerance_of
+from metachunk_edge.errors import ConversionError, MetachunkError
+from metachunk_edge.parity import Parity, check, compare, packaged_texts, record, tolerance_of
 from metachunk_edge.settings import Settings
 
 __all__ = ["N_TOKENS", "verify_conversion"]
@@ -37,22 +38,31 @@ def verify_conversion(
     Raises:
         ConversionError: a figure is outside the tolerance of the model's format and precision.
     """
-    limit = int(read_json(checkpoint / "config.json")["max_position_embeddings"])
-    settings = replace(_SETTINGS, context_length=min(_SETTINGS.context_length, limit))
-    reference = ReferenceBackend(
-        checkpoint, name=model.name, sha256=model.sha256, threads=threads, context_length=settings.context_length
-    )
-    texts = packaged_texts(reference.tokenizer, N_TOKENS)
-    recording = record(reference, texts, settings, block_size=reference.block_size, path=scratch / "distributions.f32")
-    del reference
     try:
-        backend = load_backend(model, device="cpu", threads=threads, context_length=settings.context_length)
-        parity = compare(recording, backend)
-    except BackendError as error:
+        parity, settings, block_size = _measure(model, checkpoint, scratch, threads)
+    except MetachunkError as error:
         raise ConversionError(f"The converted model cannot be used, and was thrown away: {error}") from error
     failures = check(parity, tolerance_of(model_format, str(model.precision)))
     if failures:
         raise ConversionError(
             f"The converted model is too far from its float32 reference, and was thrown away: {'; '.join(failures)}."
         )
-    return {**asdict(parity), "settings": settings.as_dict(), "block_size": recording.block_size}
+    return {**asdict(parity), "settings": settings.as_dict(), "block_size": block_size}
+
+
+def _measure(model: ModelFile, checkpoint: Path, scratch: Path, threads: int | None) -> tuple[Parity, Settings, int]:
+    limit = int(read_json(checkpoint / "config.json")["max_position_embeddings"])
+    settings = replace(_SETTINGS, context_length=min(_SETTINGS.context_length, limit))
+    reference = ReferenceBackend(
+        checkpoint,
+        name=model.name,
+        sha256=model.sha256,
+        threads=threads,
+        context_length=settings.context_length,
+        tokenizer=HuggingFaceTokenizer(model.path.parent, model.name),
+    )
+    texts = packaged_texts(reference.tokenizer, N_TOKENS)
+    recording = record(reference, texts, settings, block_size=reference.block_size, path=scratch / "distributions.f32")
+    del reference
+    backend = load_backend(model, device="cpu", threads=threads, context_length=settings.context_length)
+    return compare(recording, backend), settings, recording.block_size

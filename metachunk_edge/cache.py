@@ -98,6 +98,8 @@ def locked(folder: Path, error_type: type[ModelError] = DownloadError, doing: st
                 msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
             else:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock.fileno()), (folder / ".lock").stat()):
+                raise FileNotFoundError  # the one that held the lock has just deleted it
         except OSError as error:
             raise error_type(
                 f"The model {name} is being {doing} by another process: try again when that has finished."

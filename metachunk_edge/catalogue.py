@@ -33,7 +33,13 @@ from metachunk_edge.cache import (
     sha256_of,
     write_json,
 )
-from metachunk_edge.converted import ConvertedModel, converted_models, open_converted
+from metachunk_edge.converted import (
+    MANIFEST,
+    ConvertedModel,
+    converted_models,
+    open_converted,
+    remove_converted,
+)
 from metachunk_edge.errors import ModelFileError, ModelNotFoundError
 
 if sys.version_info >= (3, 11):
@@ -181,6 +187,8 @@ def _identify(name_or_path: str, *, trust_records: bool) -> ModelFile:
     path = Path(name_or_path).absolute() if entry is None else model_path(entry)
     try:
         status = path.stat()
+        if (path / MANIFEST).is_file() and not any(path.glob("*.safetensors")):
+            raise ModelFileError(f"{path} is a damaged conversion: delete it and convert the model again.")
         if (path / "config.json").is_file():
             raise ModelFileError(f"{path} is a checkpoint: run `metachunk-edge convert` on it first.")
         if not stat.S_ISREG(status.st_mode):
@@ -206,7 +214,7 @@ def _converted(name_or_path: str) -> ConvertedModel | None:
     try:
         found = open_converted(name_or_path)
         if found is None and _is_path(name_or_path):
-            found = open_converted(str(Path(name_or_path).parent))
+            found = open_converted(str(Path(name_or_path).absolute().parent))
             return found if found is not None and found.model_file == Path(name_or_path).name else None
     except OSError:  # e.g. a text that is too long for a file name
         return None
@@ -260,9 +268,13 @@ def remove(name: str) -> list[Path]:
         ModelFileError: a file cannot be deleted, or the model's folder is a link to another one.
         DownloadError: the model is being pulled right now, or the cache cannot be written to.
     """
-    converted = _converted(name)
-    if converted is not None:
-        return converted.remove()
+    if name not in catalogue():
+        try:
+            removed = remove_converted(name)
+        except OSError as error:
+            raise ModelFileError(f"{error.filename} cannot be deleted ({error.strerror}).") from error
+        if removed:
+            return removed
     entry = known_entry(name)
     path, partial = model_path(entry), partial_folder(entry)
     folder = path.parent

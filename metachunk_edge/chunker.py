@@ -79,9 +79,10 @@ class Chunker:
         """Load a model and return its chunker.
 
         Args:
-            model: a name of the catalogue, downloaded before (`metachunk-edge models pull`), or a path to a GGUF file.
+            model: a name of the catalogue, downloaded before (`metachunk-edge models pull`), or of a conversion; or the
+                path of a GGUF file or a converted folder.
             settings: how to score and cut; see `Settings`.
-            device: "auto", "cpu" or "gpu".
+            device: see `backends.load_backend`.
             threads: CPU threads; None: one per physical core that this process may use.
 
         Raises:

@@ -397,17 +397,19 @@ def info_command() -> None:
     import llama_cpp
 
     from metachunk_edge.backends.devices import default_threads, gpu_devices
+    from metachunk_edge.backends.ort import describe_runtime
 
     features = llama_cpp.llama_print_system_info().decode("utf-8", errors="replace")
     default_state = "downloaded" if is_pulled(catalogue()[DEFAULT_MODEL]) else "not downloaded"
     rows = {
         "metachunk-edge": __version__,
         "Python": f"{platform.python_version()} on {platform.platform()}",
-        "backend": f"llama.cpp (llama-cpp-python {llama_cpp.__version__})",
+        "GGUF models": f"llama-cpp-python {llama_cpp.__version__}, with "
+        + ", ".join(["cpu", *(f"gpu: {text}" for text in gpu_devices().values())]),
+        "ONNX models": describe_runtime(),
         "other versions": ", ".join(
             f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "sentencex", "regex")
         ),
-        "devices": ", ".join(["cpu", *(f"gpu: {text}" for text in gpu_devices().values())]),
         "threads": f"{default_threads()} by default",
         "CPU features": ", ".join(
             part.split("=")[0].split(":")[-1].strip() for part in features.split("|") if part.strip().endswith("= 1")

@@ -14,7 +14,7 @@ from metachunk_edge.cache import ModelFile
 from metachunk_edge.catalogue import find_model
 from metachunk_edge.console import is_terminal
 from metachunk_edge.documents import Document, find_documents, read_document
-from metachunk_edge.errors import DocumentError
+from metachunk_edge.errors import DocumentError, MetachunkError, MissingExtraError, SettingsError
 from metachunk_edge.output import new_file
 from metachunk_edge.parity import Recording, check, compare, first_tokens, packaged_texts, record
 from metachunk_edge.parity_report import ParityRow, to_markdown, to_table
@@ -62,19 +62,28 @@ def parity_command(
 
     The exit code is 1 if a model is outside the tolerance of its precision.
     """
+    threads = options["threads"]
+    if threads is not None and threads < 1:
+        raise SettingsError(f"threads must be at least 1, got {threads}")
     files = [find_model(model) for model in models]
     settings = Settings(max_size=_MAX_SIZE, window=options["window"], context_length=options["context_length"])
     contents = [_read(document) for document in find_documents(texts)] if texts else None
-    source = Path(reference) if Path(reference).is_dir() else find_model(reference).path
+    source = _source_path(reference)
     with tempfile.TemporaryDirectory(prefix="metachunk-edge-parity-", ignore_cleanup_errors=True) as folder:
         recording = _record_reference(source, contents, n_tokens, settings, Path(folder), options)
-        rows = [_compare(recording, file, options) for file in files]
+        rows = []
+        for model_file in files:
+            try:
+                rows.append(_compare(recording, model_file, options))
+            except MetachunkError as error:  # noqa: PERF203 - the others are compared all the same
+                click.echo(f"{model_file.name}: {error}", err=True)
     note = (
         "The reference is dequantized: its weights are those of the GGUF file in float32, not the original ones."
         if source.is_file()
         else "The reference is the checkpoint in float32."
     )
-    click.echo(to_table(rows))
+    if rows:
+        click.echo(to_table(rows))
     click.echo(f"\n{note}")
     for row in rows:
         for failure in row.failures or ():
@@ -89,16 +98,27 @@ def parity_command(
     if markdown_path is not None:
         with new_file(markdown_path) as file:
             file.write(f"{to_markdown(rows)}\n{note}\n")
-    if any(row.failures for row in rows):
+    if len(rows) < len(files) or any(row.failures for row in rows):
         context.exit(1)
+
+
+def _source_path(reference: str) -> Path:
+    try:
+        from metachunk_edge.convert.conversion import source_path
+    except ImportError as error:
+        raise MissingExtraError(
+            f"The reference needs libraries that are not installed ({error}): run "
+            "pip install 'metachunk-edge[convert]'."
+        ) from error
+    return source_path(reference)
 
 
 def _record_reference(
     path: Path, texts: list[str] | None, n_tokens: int, settings: Settings, folder: Path, options: dict[str, Any]
 ) -> Recording:
     """Score the texts with the reference; its weights are freed when this returns."""
-    from metachunk_edge.convert.reference import ReferenceBackend  # isort: skip - it names the extra that is missing
     from metachunk_edge.convert.checkpoint import dequantize, open_source
+    from metachunk_edge.convert.reference import ReferenceBackend
 
     source = open_source(path)
     checkpoint = path
@@ -139,7 +159,7 @@ def _read(document: Document | DocumentError) -> str:
 
 
 @click.command("convert")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source")
 @click.option(
     "-p",
     "--precision",
@@ -151,7 +171,7 @@ def _read(document: Document | DocumentError) -> str:
 )
 @click.option("--name", help="What results call the model. [default: the source's name and the precision]")
 @click.option("--threads", type=int, help="CPU threads. [default: the physical cores]")
-def convert_command(source: Path, output: Path | None, precision: str, name: str | None, threads: int | None) -> None:
+def convert_command(source: str, output: Path | None, precision: str, name: str | None, threads: int | None) -> None:
     """Convert a Qwen2 checkpoint folder or GGUF file, hold it against its float32 reference, and print its folder.
 
     `--precision` decides the format, too. Nothing is left behind if the result is outside the tolerance.
@@ -162,7 +182,11 @@ def convert_command(source: Path, output: Path | None, precision: str, name: str
         model = convert_model(
             source, output, precision=precision, name=name, threads=threads, on_progress=line.on_progress
         )
-    click.echo(f"{model.name}: within the tolerance of {model.precision}; SHA-256 {model.sha256}.", err=True)
+    click.echo(
+        f"{model.name}: within the tolerance of {model.precision} against its source in float32; "
+        f"SHA-256 {model.sha256}.",
+        err=True,
+    )
     click.echo(str(model.path.parent))
 
 

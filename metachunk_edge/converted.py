@@ -6,8 +6,10 @@ Those in the cache have a name, as the entries of the catalogue have; any other 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,16 @@ from typing import Any
 from metachunk_edge.cache import ModelFile, cache_folder, read_json, recorded_sha256
 from metachunk_edge.errors import ModelFileError
 
-__all__ = ["MANIFEST", "ConvertedModel", "converted_models", "converted_models_folder", "identity", "open_converted"]
+__all__ = [
+    "MANIFEST",
+    "ConvertedModel",
+    "converted_models",
+    "converted_models_folder",
+    "identity",
+    "open_converted",
+    "remove_converted",
+    "staging_of",
+]
 
 MANIFEST = "manifest.json"
 
@@ -74,18 +85,6 @@ class ConvertedModel:
         sha256 = identity(self.model_file, found)
         return ModelFile(self.folder / self.model_file, self.name, self.precision, sha256)
 
-    def remove(self) -> list[Path]:
-        """Delete the files that the manifest lists, and the manifest, and say which; files of anybody else stay."""
-        removed = []
-        for file in (MANIFEST, *self.manifest["files"]):  # without its manifest, what is left does not look whole
-            path = self.folder / file
-            if path.is_file():
-                path.unlink()
-                removed.append(path)
-        if not any(self.folder.iterdir()):
-            shutil.rmtree(self.folder)
-        return removed
-
 
 def identity(model_file: str, sha256_by_file: dict[str, str]) -> str:
     """The sha256 that stands for a model: that of a GGUF file, else of the lines "<sha256>  <name>" of all files."""
@@ -109,16 +108,90 @@ def converted_models() -> Iterator[ConvertedModel]:
             yield found
 
 
+def staging_of(folder: Path) -> Path:
+    """Where a conversion to `folder` is made; it stays behind only if the process is killed."""
+    return folder.parent / f".{folder.name}.partial"
+
+
 def open_converted(name_or_path: str) -> ConvertedModel | None:
-    """The conversion of that name in the cache, or in the folder of that path; None if there is none."""
+    """The conversion of that name in the cache, or in the folder of that path; None if there is none.
+
+    Raises:
+        ModelFileError: the cache has a folder of that name, which is not a finished conversion.
+    """
+    folder = _folder_of(name_or_path)
+    found = None if folder is None else _read(folder)
+    if found is None and folder is not None and folder.parent == converted_models_folder() and folder.is_dir():
+        raise ModelFileError(
+            f"{folder} is damaged: run `metachunk-edge models remove {folder.name}` and convert the model again."
+        )
+    return found
+
+
+def remove_converted(name_or_path: str) -> list[Path]:
+    """Delete what a conversion has written, and say which files that were; none if there is no such conversion.
+
+    In a finished folder only the files that its manifest lists go. In the cache, what is damaged or unfinished goes
+    as a whole.
+    """
+    folder = _folder_of(name_or_path)
+    if folder is None:
+        return []
+    removed = []
+    found = _read(folder)
+    is_in_cache = folder.parent == converted_models_folder()
+    if found is not None:
+        for file in (*found.manifest["files"], MANIFEST):  # the manifest last: till then it can be done again
+            path = folder / file
+            if path.is_file():
+                path.unlink()
+                removed.append(path)
+    elif is_in_cache:
+        removed += _remove_all(folder)
+    if is_in_cache:
+        removed += _remove_all(staging_of(folder))
+    with suppress(OSError):  # not empty: somebody else's file lies in it
+        folder.rmdir()
+    return removed
+
+
+def _remove_all(folder: Path) -> list[Path]:
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    if files:
+        shutil.rmtree(folder)
+    return files
+
+
+def _folder_of(name_or_path: str) -> Path | None:
+    """A name is a folder of the cache; a path has a separator, or there is no such name."""
     in_cache = converted_models_folder() / name_or_path
-    folder = Path(name_or_path)
-    if in_cache.parent == converted_models_folder() and (in_cache / MANIFEST).is_file():
-        return _read(in_cache)
-    return _read(folder.absolute()) if (folder / MANIFEST).is_file() else None
+    is_name = Path(name_or_path).name == name_or_path and name_or_path not in (os.curdir, os.pardir)
+    if is_name and (in_cache.is_dir() or staging_of(in_cache).is_dir()):
+        return in_cache
+    folder = Path(name_or_path).absolute()
+    return folder if (folder / MANIFEST).is_file() else None
 
 
 def _read(folder: Path) -> ConvertedModel | None:
+    """None if there is no manifest, or one that no conversion has written."""
     manifest = read_json(folder / MANIFEST)
-    is_whole = {"name", "precision", "model_file", "files"} <= manifest.keys()
-    return ConvertedModel(folder, manifest) if is_whole else None
+    files, source = manifest.get("files"), manifest.get("source")
+    is_sound = (
+        all(isinstance(manifest.get(key), str) for key in ("name", "precision", "model_file"))
+        and isinstance(source, dict)
+        and isinstance(source.get("name"), str)
+        and isinstance(files, dict)
+        and manifest["model_file"] in files
+        and all(_is_sound(file, facts) for file, facts in files.items())
+    )
+    return ConvertedModel(folder, manifest) if is_sound else None
+
+
+def _is_sound(file: str, facts: Any) -> bool:
+    """A plain name: no file outside the folder is ever looked at, or deleted."""
+    return (
+        Path(file).name == file
+        and isinstance(facts, dict)
+        and isinstance(facts.get("n_bytes"), int)
+        and isinstance(facts.get("sha256"), str)
+    )

@@ -305,7 +305,7 @@ def test_an_invalid_setting_is_refused_with_its_valid_range(options: str, senten
         ("--method magic", "'magic' is not 'perplexity'."),
         ("--merge best", "'best' is not one of 'none', 'greedy', 'optimal'."),
         ("--window none", "'none' is not one of 'rolling', 'strided'."),
-        ("--device tpu", "'tpu' is not one of 'auto', 'cpu', 'gpu'."),
+        ("--device tpu", "'tpu' is not one of 'auto', 'cpu', 'gpu', 'cuda',"),
         ("--format xml", "'xml' is not one of 'jsonl', 'json', 'text'."),
         ("--max-size many", "'many' is not a valid integer."),
         ("--threads some", "'some' is not a valid integer."),
@@ -531,8 +531,8 @@ def test_info_names_versions_devices_features_and_the_cache(tmp_path: Path) -> N
     result = run("info")
     rows = dict(re.split(r"  +|(?<=features) ", line, maxsplit=1) for line in result.stdout.splitlines())
     assert rows["metachunk-edge"] == __version__
-    assert rows["backend"].startswith("llama.cpp (llama-cpp-python 0.")
-    assert rows["devices"].startswith("cpu")
+    assert re.match(r"llama-cpp-python 0\.[\d.]+, with cpu", rows["GGUF models"])
+    assert re.match(r"onnxruntime (\d[\d.]+, with cpu|is not installed: pip install)", rows["ONNX models"])
     assert rows["cache folder"] == str(tmp_path / "cache")
     assert rows["default model"] == f"{DEFAULT_MODEL} (not downloaded)"
     assert {"Python", "threads", "CPU features", "other versions"} <= set(rows)
@@ -541,7 +541,7 @@ def test_info_names_versions_devices_features_and_the_cache(tmp_path: Path) -> N
 
 def test_help_and_version_need_nothing() -> None:
     assert run("--version").stdout == f"metachunk-edge, version {__version__}\n"
-    for command in ((), ("chunk",), ("score",), ("models",), ("models", "pull"), ("info",)):
+    for command in ((), ("chunk",), ("score",), ("models",), ("models", "pull"), ("info",), ("convert",), ("parity",)):
         assert run(*command, "-h").stdout.startswith(f"Usage: {' '.join(['metachunk-edge', *command])} ")
 
 

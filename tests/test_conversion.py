@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from metachunk_edge import (
     Chunker,
     ConversionError,
     ModelFileError,
-    ModelNotFoundError,
     Settings,
     SettingsError,
     find_model,
@@ -71,7 +71,7 @@ def test_the_manifest_says_where_the_model_comes_from_and_what_it_is(tiny_checkp
     assert manifest["source"]["kind"] == "checkpoint"
     assert len(manifest["source"]["sha256"]) == 64
     assert not manifest["is_dequantized"]
-    assert manifest["n_parameters"] == 188_992  # 2 × 512 × 64 + 2 × 61,696 + 64
+    assert manifest["n_parameters"] == 1_050_880  # 2 × 512 × 256 + 2 × 394,240 + 256
     assert {"torch", "transformers", "gguf", "llama-cpp-python", "onnxruntime", "optimum"} <= set(manifest["made_with"])
     assert manifest["parity"]["mean_abs"] < 1e-4
     for name, facts in manifest["files"].items():
@@ -138,7 +138,7 @@ def test_removing_leaves_the_files_of_others(converted: ModelFile) -> None:
     (converted.path.parent / "notes.txt").write_text("mine", encoding="utf-8")
     remove("tiny-f32")
     assert files_in(converted.path.parent) == {"notes.txt"}
-    with pytest.raises(ModelNotFoundError):
+    with pytest.raises(ModelFileError):
         find_model("tiny-f32")
 
 
@@ -224,7 +224,7 @@ def test_a_killed_run_leaves_nothing_that_looks_whole_and_the_next_one_cleans_up
             break
     run.wait()
     assert not output.exists()
-    assert files_in(tmp_path / ".out.partial") != set()
+    assert any(name.endswith(".gguf") for name in files_in(tmp_path / ".out.partial"))
     time.sleep(0.1)
     convert(tiny_checkpoint, output)
     assert (output / "manifest.json").exists()
@@ -276,3 +276,108 @@ def test_without_the_extra_the_command_says_what_to_install(tiny_checkpoint: Pat
 def test_a_checkpoint_as_a_model_says_that_it_must_be_converted(tiny_checkpoint: Path) -> None:
     with pytest.raises(ModelFileError, match="metachunk-edge convert"):
         find_model(str(tiny_checkpoint))
+
+
+def test_a_third_run_does_not_disturb_the_first_when_a_second_was_refused(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from metachunk_edge.convert.verify import verify_conversion
+
+    def meanwhile(*arguments: Any, **options: Any) -> dict[str, Any]:
+        for _ in range(2):
+            with pytest.raises(ConversionError, match="being converted by another process"):
+                convert(tiny_checkpoint, tmp_path / "out", "f16")
+        parity: dict[str, Any] = verify_conversion(*arguments, **options)
+        return parity
+
+    monkeypatch.setattr("metachunk_edge.convert.conversion.verify_conversion", meanwhile)
+    assert convert(tiny_checkpoint, tmp_path / "out").precision == "f32"
+    assert files_in(tmp_path) == {"out", *(f"out/{name}" for name in files_in(tmp_path / "out"))}
+
+
+def test_an_empty_folder_may_be_the_output(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert convert(tiny_checkpoint, tmp_path / "out").path.exists()
+
+
+def test_a_path_is_never_taken_for_a_name_of_the_cache(
+    converted: ModelFile, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = convert(tiny_checkpoint, tmp_path / "tiny-f32", "f16", name="other")
+    for path in ("./tiny-f32", "tiny-f32/", f"tiny-f32/{other.path.name}"):
+        assert find_model(path).name == "other"
+    assert find_model("tiny-f32") == converted
+    remove("./tiny-f32")
+    assert not other.path.exists()
+    assert find_model("tiny-f32") == converted
+
+
+def test_a_name_of_the_catalogue_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="not in the catalogue"):
+        convert(tiny_checkpoint, tmp_path / "out", name="qwen2.5-coder-0.5b-instruct")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"files": []},
+        {"files": {"../victim.txt": {"n_bytes": 4, "sha256": ""}}},
+        {"files": {"a": "b"}},
+        {"files": {"a": {"n_bytes": "4", "sha256": ""}}},
+        {"files": {"a": {"n_bytes": 4}}},
+        {"model_file": "missing.gguf"},
+        {"source": None},
+        {"name": 1},
+    ],
+)
+def test_a_damaged_manifest_gets_a_sentence_hides_no_other_model_and_can_be_removed(
+    damage: dict[str, Any], converted: ModelFile, cache: Path
+) -> None:
+    (cache / "converted" / "victim.txt").write_text("mine", encoding="utf-8")
+    manifest = converted.path.parent / "manifest.json"
+    content = json.loads(manifest.read_text(encoding="utf-8"))
+    manifest.write_text(json.dumps({**content, **damage}), encoding="utf-8")
+    with pytest.raises(ModelFileError, match="is damaged: run `metachunk-edge models remove tiny-f32`"):
+        find_model("tiny-f32")
+    assert "qwen2.5-coder-0.5b-instruct" in call("models", "list").output
+    assert call("models", "remove", "tiny-f32").exit_code == 0
+    assert files_in(cache / "converted") == {"victim.txt"}
+
+
+def test_what_a_killed_conversion_left_in_the_cache_can_be_removed_by_its_name(cache: Path) -> None:
+    partial = cache / "converted" / ".mine.partial"
+    partial.mkdir(parents=True)
+    (partial / "distributions.f32").write_bytes(b"gigabytes")
+    assert remove("mine") == [partial / "distributions.f32"]
+    assert files_in(cache / "converted") == set()
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_a_number_of_threads_below_one_is_refused_before_the_work(threads: int, tiny_checkpoint: Path) -> None:
+    for command in (["convert", str(tiny_checkpoint), "-p", "f32"], ["parity", "x.gguf", "--reference", "y"]):
+        result = call(*command, "--threads", str(threads))
+        assert f"threads must be at least 1, got {threads}" in result.output
+        assert result.exit_code == 1
+
+
+def test_the_precision_may_be_written_as_the_catalogue_writes_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert convert(tiny_checkpoint, tmp_path / "out", "F32").precision == "f32"
+
+
+def test_a_converted_gguf_model_can_be_converted_again_by_its_name(converted: ModelFile, tmp_path: Path) -> None:
+    assert convert(Path(converted.name), tmp_path / "out", "f16").name == "tiny-f32-gguf-f16"
+
+
+def test_a_checkpoint_with_vocabulary_and_merges_in_place_of_a_tokenizer_file_is_converted(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
+    tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    (source / "vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]), encoding="utf-8")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    (source / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n", encoding="utf-8")
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    (source / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
+    (source / "tokenizer.json").unlink()
+    assert convert(source, tmp_path / "out").path.exists()

@@ -25,10 +25,13 @@ from strategies import HOSTILE
 from tiny import CHAT_TEMPLATE, make_tiny_checkpoint
 from tokenizers import Tokenizer
 
+from metachunk_edge.backends.base import Tokenizer
+from metachunk_edge.backends.hf_tokenizer import HuggingFaceTokenizer
 from metachunk_edge.backends.llama_cpp import LlamaCppBackend
 from metachunk_edge.cache import ModelFile
 from metachunk_edge.catalogue import find_model
 from metachunk_edge.convert import gguf as gguf_module
+from metachunk_edge.convert.architecture import expected_tensors
 from metachunk_edge.convert.checkpoint import Checkpoint, dequantize
 from metachunk_edge.convert.gguf import GGUF_PRECISIONS, write_gguf
 from metachunk_edge.errors import ConversionError, ModelNotFoundError, SettingsError
@@ -54,7 +57,7 @@ def load(path: Path) -> LlamaCppBackend:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return Checkpoint(make_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", hidden_size=256))
+    return Checkpoint(make_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny"))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -73,7 +76,7 @@ def test_llama_cpp_computes_what_transformers_does(tmp_path: Path, tied: bool) -
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("precision", GGUF_PRECISIONS)
 def test_every_precision_loads_and_scores(tmp_path: Path, precision: str, tied: bool) -> None:
-    checkpoint = Checkpoint(make_tiny_checkpoint(tmp_path / "tiny", hidden_size=256, tied=tied))
+    checkpoint = Checkpoint(make_tiny_checkpoint(tmp_path / "tiny", tied=tied))
     write_gguf(checkpoint, tmp_path / "f32.gguf", "f32", name="tiny")
     write_gguf(checkpoint, tmp_path / "tiny.gguf", precision, name="tiny")
     ids = np.arange(100, dtype=np.int32)
@@ -97,13 +100,13 @@ def test_a_tied_checkpoint_has_no_output_matrix_in_its_gguf(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_weights_are_those_of_the_checkpoint_to_the_bit(tmp_path: Path, dtype: str) -> None:
-    checkpoint = Checkpoint(make_tiny_checkpoint(tmp_path / "tiny", dtype=dtype, shard_size="200KB"))
+    checkpoint = Checkpoint(make_tiny_checkpoint(tmp_path / "tiny", dtype=dtype, shard_size="2MB"))
     precision = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[dtype]
     write_gguf(checkpoint, tmp_path / "tiny.gguf", precision, name="tiny")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, checkpoint.n_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, checkpoint.config["num_hidden_layers"])
     tensors = tensors_of(tmp_path / "tiny.gguf")
-    assert len(tensors) == len(checkpoint.tensor_names)
-    for name in checkpoint.tensor_names:
+    assert len(tensors) == len(expected_tensors(checkpoint.config))
+    for name in expected_tensors(checkpoint.config):
         expected = checkpoint.tensor(name)
         tensor = tensors[str(names.get_name(name, (".weight", ".bias")))]
         np.testing.assert_array_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), expected)
@@ -166,7 +169,7 @@ def test_progress_counts_the_tensors_that_are_written_and_quantized(tmp_path: Pa
     steps: list[tuple[str, int, int]] = []
     write_gguf(tiny, tmp_path / "tiny.gguf", "q8_0", name="tiny", on_progress=lambda *step: steps.append(step))
     counts = [(message.split()[0], done, total) for message, done, total in steps]
-    assert counts == [(kind, i, 27) for kind in ("writing", "quantizing") for i in range(1, 28)]
+    assert counts == [(kind, i, 27) for kind in ("Writing", "Quantizing") for i in range(1, 28)]
 
 
 def test_the_engine_says_why_it_cannot_quantize_and_nothing_is_left(
@@ -275,26 +278,34 @@ def test_the_remade_file_is_qwens_own_but_for_its_precision_and_name(
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_all_three_tokenizers_of_a_model_agree_on_hostile_strings(
-    official: Path, remade: tuple[Checkpoint, Path]
-) -> None:
+def test_all_tokenizers_of_a_model_agree_on_hostile_strings(official: Path, remade: tuple[Checkpoint, Path]) -> None:
     checkpoint, path = remade
-    tokenizer, engines = checkpoint.tokenizer(), [load(official).tokenizer, load(path).tokenizer]
+    tokenizer = checkpoint.tokenizer()
+    engines: list[Tokenizer] = [
+        load(official).tokenizer,
+        load(path).tokenizer,
+        HuggingFaceTokenizer(checkpoint.folder, "remade"),
+    ]
     golden = json.loads((Path(__file__).parent / "data" / f"golden_{MODEL}.json").read_text(encoding="utf-8"))
     for text in [*HOSTILE, *(string["text"] for string in golden["strings"])]:
         expected = ids_of(text, tokenizer)
-        assert [encode(text, engine).ids.tolist() for engine in engines] == [expected, expected]
+        assert [encode(text, engine).ids.tolist() for engine in engines] == [expected] * 3
 
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_all_three_tokenizers_of_a_model_agree_on_the_evaluation_texts(
+def test_all_tokenizers_of_a_model_agree_on_the_evaluation_texts(
     official: Path, remade: tuple[Checkpoint, Path], shared_data: Path
 ) -> None:
     texts = pytest.importorskip("benchmarks.texts", reason="benchmarks/ is not beside the tests")
 
     checkpoint, path = remade
-    tokenizer, engines = checkpoint.tokenizer(), [load(official).tokenizer, load(path).tokenizer]
+    tokenizer = checkpoint.tokenizer()
+    engines: list[Tokenizer] = [
+        load(official).tokenizer,
+        load(path).tokenizer,
+        HuggingFaceTokenizer(checkpoint.folder, "remade"),
+    ]
     for documents in texts.evaluation_texts(shared_data).values():
         for document in documents:
             expected = ids_of(document.text, tokenizer)

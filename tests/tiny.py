@@ -36,14 +36,14 @@ def make_tiny_checkpoint(
     write_tokenizer(folder)
     values: dict[str, Any] = {
         "vocab_size": 512,
-        "hidden_size": 64,
+        "hidden_size": 256,  # k-quants take rows of 256 weights
         "intermediate_size": 256,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1_024,
         "rope_theta": 1_000_000.0,
-        "initializer_range": 0.2,
+        "initializer_range": 0.1,
         "tie_word_embeddings": tied,
         "bos_token_id": 400,
         "eos_token_id": 402,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import psutil
@@ -15,7 +15,7 @@ from metachunk_edge.errors import DeviceError
 if TYPE_CHECKING:
     from metachunk_edge.backends import Device
 
-__all__ = ["choose_device", "default_threads", "gpu_devices"]
+__all__ = ["choose_device", "default_threads", "gpu_devices", "gpu_pointer"]
 
 _GPU_TYPES = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU; in llama-cpp-python 0.3.16 the second is _ACCEL's, BLAS
 _NAMES: dict[str, tuple[str, ...]] = {"auto": ("",), "gpu": ("",), "metal": ("metal", "mtl")}
@@ -42,23 +42,44 @@ def _quota() -> int:
 
 def gpu_devices() -> dict[str, str]:
     """Return the GPUs that this build of llama.cpp can use: its name for each, e.g. Vulkan0, and their descriptions."""
-    if not llama_cpp.llama_supports_gpu_offload():
-        return {}
+    library = _library()
+    return {
+        _text(library.ggml_backend_dev_name(gpu)): _text(library.ggml_backend_dev_description(gpu)) for gpu in _gpus()
+    }
+
+
+def _library() -> Any:
+    """The part of llama.cpp that knows the devices, with the types that llama-cpp-python leaves out."""
     from llama_cpp._ggml import libggml
 
-    libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
     libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
     libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     for query in (libggml.ggml_backend_dev_name, libggml.ggml_backend_dev_description):
         query.restype = ctypes.c_char_p
     for query in (libggml.ggml_backend_dev_name, libggml.ggml_backend_dev_description, libggml.ggml_backend_dev_type):
         query.argtypes = [ctypes.c_void_p]
-    devices = [libggml.ggml_backend_dev_get(number) for number in range(libggml.ggml_backend_dev_count())]
-    return {
-        _text(libggml.ggml_backend_dev_name(device)): _text(libggml.ggml_backend_dev_description(device))
+    return libggml
+
+
+def _gpus() -> list[int]:
+    if not llama_cpp.llama_supports_gpu_offload():
+        return []
+    library = _library()
+    devices = [library.ggml_backend_dev_get(number) for number in range(library.ggml_backend_dev_count())]
+    return [
+        device
         for device in devices
-        if int(libggml.ggml_backend_dev_type(device)) in _GPU_TYPES and libggml.ggml_backend_dev_name(device) != b"BLAS"
-    }
+        if int(library.ggml_backend_dev_type(device)) in _GPU_TYPES and library.ggml_backend_dev_name(device) != b"BLAS"
+    ]
+
+
+def gpu_pointer(device: str) -> int | None:
+    """Return llama.cpp's handle of the device that `choose_device` has chosen; None for "cpu"."""
+    for pointer in _gpus():
+        if device == f"gpu: {_text(_library().ggml_backend_dev_description(pointer))}":
+            return pointer
+    return None
 
 
 def _text(value: bytes) -> str:
@@ -73,6 +94,8 @@ def choose_device(device: Device) -> str:
     """
     if device == "cpu":
         return "cpu"
+    if device in ("directml", "coreml", "webgpu"):
+        raise DeviceError(f"The device {device!r} is for ONNX models: use --device gpu, or --device cpu.")
     gpus = gpu_devices()
     wanted = [text for name, text in gpus.items() if name.lower().startswith(_NAMES.get(device, (device,)))]
     if wanted:

@@ -26,7 +26,7 @@ import numpy as np
 
 from metachunk_edge.backends.base import MAX_PACKED, N_SINKS
 from metachunk_edge.backends.device_check import check_device
-from metachunk_edge.backends.devices import choose_device, default_threads
+from metachunk_edge.backends.devices import choose_device, default_threads, gpu_pointer
 from metachunk_edge.backends.reduce import reduce_logits
 from metachunk_edge.errors import BackendError, DeviceWarning, ModelFileError, SettingsError
 from metachunk_edge.types import FloatArray, IntArray, TokenIds
@@ -114,11 +114,13 @@ class LlamaTokenizer:
 
 
 class LlamaCppBackend:
-    """See `backends.base.Backend`. Where a GPU gives wrong values, the model runs on the CPU, with a DeviceWarning.
+    """See `backends.base.Backend`.
+
+    Where a GPU cannot load the model or gives wrong values, it runs on the CPU, with a DeviceWarning.
 
     Raises:
         ModelFileError: llama.cpp cannot load the file, or it is of a kind that cannot be scored.
-        DeviceError: device "gpu" in a build or on a machine without one.
+        DeviceError: a GPU was asked for, and this build or machine has none of that kind.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class LlamaCppBackend:
         self._threads = threads or default_threads()
         self._lock = threading.Lock()
         self._idle: list[_Context] = []
-        self._model = _load(model.path, on_gpu=self._device != "cpu")
+        self._model = self._load_model()
         self.tokenizer = LlamaTokenizer(self._model, model.name)
         self.position_limit: int = llama_cpp.llama_model_n_ctx_train(self._model.pointer)
         if context_length > self.position_limit:
@@ -154,6 +156,18 @@ class LlamaCppBackend:
             "threads": self._threads,
             "block_size": self.block_size,
         }
+
+    def _load_model(self) -> LlamaModel:
+        if self._device == "cpu":
+            return _load(self._file.path, "cpu")
+        try:
+            return _load(self._file.path, self._device)
+        except ModelFileError as error:
+            fault = f"The model {self._file.name} runs on the CPU, since {self._device!r} does not take it: {error}"
+        on_cpu = _load(self._file.path, "cpu")  # or the error that any device has
+        warnings.warn(fault, DeviceWarning, stacklevel=4)
+        self._device = "cpu"
+        return on_cpu
 
     def _check_device(self) -> None:
         on_cpu = LlamaCppBackend(self._file, device="cpu", threads=self._threads, context_length=self.context_length)
@@ -328,12 +342,13 @@ class LlamaSession:
         return np.split(logprobs, np.cumsum([len(ids) for ids in documents])[:-1])
 
 
-def _load(path: Path, *, on_gpu: bool) -> LlamaModel:
+def _load(path: Path, device: str) -> LlamaModel:
     parameters = llama_cpp.llama_model_default_params()
-    parameters.n_gpu_layers = 999 if on_gpu else 0
-    if not on_gpu:  # without layers a GPU would still get the large products
-        no_devices = (ctypes.c_void_p * 1)()  # a list that ends where it begins
-        parameters.devices = ctypes.addressof(no_devices)
+    parameters.n_gpu_layers = 0 if device == "cpu" else 999
+    # A list that ends with nothing: the chosen GPU alone, or none; by default llama.cpp would take all there are, even
+    # on the CPU, for the large products.
+    devices = (ctypes.c_void_p * 2)(gpu_pointer(device))
+    parameters.devices = ctypes.addressof(devices)
     with engine_lock, interrupts_after():
         llama_cpp.llama_log_set(keep_message, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()

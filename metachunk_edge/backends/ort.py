@@ -6,7 +6,9 @@ entries by slicing it. The log-probabilities are computed in the graph, so the l
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from metachunk_edge.backends import Device
     from metachunk_edge.cache import ModelFile
 
-__all__ = ["OnnxBackend", "onnx_devices"]
+__all__ = ["OnnxBackend", "describe_runtime", "onnx_devices"]
 
 BLOCK_SIZE = 128
 """Tokens per call."""
@@ -55,8 +57,18 @@ def onnx_devices() -> list[str]:
     return ["cpu", *(device for device, provider in _PROVIDERS.items() if provider in available)]
 
 
+def describe_runtime() -> str:
+    """Return ONNX Runtime's version and devices, or that it is not installed."""
+    try:
+        return f"onnxruntime {_runtime().__version__}, with {', '.join(onnx_devices())}"
+    except MissingExtraError:
+        return "onnxruntime is not installed: pip install 'metachunk-edge[onnx]'"
+
+
 class OnnxBackend:
-    """See `backends.base.Backend`. Where another device gives wrong values, the CPU is used, with a DeviceWarning.
+    """See `backends.base.Backend`.
+
+    Where another device cannot load the model or gives wrong values, it runs on the CPU, with a DeviceWarning.
 
     Raises:
         MissingExtraError: onnxruntime or tokenizers is not installed.
@@ -83,7 +95,8 @@ class OnnxBackend:
             )
         self.rotary_base = float(config["rope_theta"])
         self.tokenizer = HuggingFaceTokenizer(model.path.parent, name=model.name)
-        self.engine = _load(model.path, self._device, self._threads)
+        self._lock = threading.Lock()
+        self.engine = self._load_engine()
         if self._device != "cpu":
             self._check_device()
 
@@ -104,6 +117,24 @@ class OnnxBackend:
     def engine_with_logits(self) -> Any:
         """The same weights with a graph that gives the logits, too; loaded on first use."""
         return _load(self._file.path.with_name("model_with_logits.onnx"), self._device, self._threads)
+
+    def run(self, engine: Any, outputs: list[str], inputs: dict[str, Any]) -> list[FloatArray]:
+        """Run an engine. Away from the CPU, one call at a time: not every provider takes several at once."""
+        with contextlib.nullcontext() if self._device == "cpu" else self._lock:
+            results: list[FloatArray] = engine.run(outputs, inputs)
+        return results
+
+    def _load_engine(self) -> Any:
+        if self._device != "cpu":
+            try:
+                return _load(self._file.path, self._device, self._threads)
+            except ModelFileError as error:
+                fault = f"The model {self._file.name} runs on the CPU, since {self._device!r} does not take it: {error}"
+            on_cpu = _load(self._file.path, "cpu", self._threads)  # or the error that any device has
+            warnings.warn(fault, DeviceWarning, stacklevel=4)
+            self._device = "cpu"
+            return on_cpu
+        return _load(self._file.path, "cpu", self._threads)
 
     def _check_device(self) -> None:
         on_cpu = OnnxBackend(self._file, device="cpu", threads=self._threads, context_length=self.context_length)
@@ -192,7 +223,7 @@ class OnnxSession:
             **self._cache,
         }
         try:
-            results: list[FloatArray] = engine.run([*outputs, *self._cache_outputs], inputs)
+            results = self._backend.run(engine, [*outputs, *self._cache_outputs], inputs)
         except Exception as error:  # ONNX Runtime's own have no common type but this
             raise BackendError(f"ONNX Runtime failed on {len(ids)} tokens: {_reason(error)}.") from error
         self._positions = np.concatenate([self._positions, positions])
@@ -227,6 +258,8 @@ def _choose_device(device: Device) -> str:
     available = onnx_devices()
     if device == "auto":
         return next((name for name in available if name not in ("cpu", *_NOT_BY_ITSELF)), "cpu")
+    if device in ("vulkan", "metal"):
+        raise DeviceError(f"The device {device!r} is for GGUF models: use --device gpu, or --device cpu.")
     wanted = next((name for name in available if name != "cpu"), "gpu") if device == "gpu" else device
     if wanted not in available:
         raise DeviceError(
@@ -246,7 +279,12 @@ def _load(path: Path, device: str, threads: int) -> Any:
     options.enable_cpu_mem_arena = False
     providers = [] if device == "cpu" else [_PROVIDERS[device]]
     try:
-        return runtime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
+        session = runtime.InferenceSession(
+            str(path), options, providers=[*providers, "CPUExecutionProvider"], enable_fallback=0
+        )
+        if providers and session.get_providers()[0] != providers[0]:
+            raise RuntimeError(f"this machine does not provide {device!r}")
+        return session
     except Exception as error:  # ONNX Runtime's own have no common type but this
         raise ModelFileError(
             f"{path} cannot be loaded: {_reason(error)}. Convert the model again, or update onnxruntime."

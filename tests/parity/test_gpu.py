@@ -32,11 +32,16 @@ from metachunk_edge.types import DoubleArray, FloatArray, TokenIds
 pytestmark = [pytest.mark.gpu, pytest.mark.model]
 
 TEXTS = ("origin_of_species.txt", "kong_yiji.txt")
-N_TOKENS = 32
+N_TOKENS = 24
+BLOCK_SIZE = 8  # on the software device four such blocks take the time of one that is twice as large
 CONTEXT_LENGTH = 512
 
-# The mean of |Δ ln p| to the golden values, in nats per token.
-ALLOWED = {"Q4_1": 0.1, "F32": 0.01}
+# The mean of |Δ ln p| in nats per token. Mesa's device differs by 0.0012 and 0.0020 from the golden values in either
+# precision, and from the CPU by 0.010 in batches, which it multiplies in half precision.
+ALLOWED = 0.005
+ALLOWED_IN_BATCHES = 0.03
+# Other devices round what a quantized matrix is multiplied with to 8 bits, as the CPU does: it differs by 0.07.
+ALLOWED_WITH_ROUNDED_ACTIVATIONS = 0.1
 
 on_each_text = pytest.mark.parametrize("file", TEXTS)
 
@@ -50,8 +55,14 @@ class Gpu:
     on_cpu: Backend
     log: str
 
+    @property
+    def allowed(self) -> float:
+        rounds = self.precision != "F32" and "llvmpipe" not in self.on_gpu.model["device"]
+        return ALLOWED_WITH_ROUNDED_ACTIVATIONS if rounds else ALLOWED
+
 
 def load(model: ModelFile, patch: pytest.MonkeyPatch) -> Gpu:
+    """Take a GPU for right or fail: the warning of the device check is an error here."""
     lines: list[str] = []
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -60,7 +71,7 @@ def load(model: ModelFile, patch: pytest.MonkeyPatch) -> Gpu:
 
     patch.setattr(engine, "keep_message", keep)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the device check's
+        warnings.simplefilter("error")
         on_gpu = load_backend(model, device="gpu", context_length=CONTEXT_LENGTH)
     patch.undo()
     on_cpu = load_backend(model, device="cpu", context_length=CONTEXT_LENGTH)
@@ -93,6 +104,7 @@ def unquantized(small_model: ModelFile, tmp_path_factory: pytest.TempPathFactory
     path = tmp_path_factory.mktemp("float32") / "float32.gguf"
     write_float32_copy(small_model.path, path)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "check_device", lambda _on_gpu, _on_cpu: None)  # done once, on the quantized file
         yield load(ModelFile(path, SMALL_MODEL, "F32", ""), patch)
 
 
@@ -132,13 +144,14 @@ def inputs_of(ids: TokenIds, backend: Backend) -> TokenIds:
 
 
 def scores(file: str, backend: Backend) -> FloatArray:
-    """In two blocks, the second of which sees the first through the cache."""
+    """In blocks, each of which sees those before it through the cache."""
     ids = ids_of(file, backend)
     inputs = inputs_of(ids, backend)
+    blocks = [slice(start, start + BLOCK_SIZE) for start in range(0, N_TOKENS, BLOCK_SIZE)]
     with backend.open_session() as session:
-        first = session.advance(inputs[:24], ids[:24], position=0, keep_from=0, shift=0)
-        second = session.advance(inputs[24:], ids[24:], position=24, keep_from=0, shift=0)
-    return np.concatenate([first, second])
+        return np.concatenate(
+            [session.advance(inputs[at], ids[at], position=at.start, keep_from=0, shift=0) for at in blocks]
+        )
 
 
 def mean_difference(logprobs: FloatArray, expected: FloatArray | DoubleArray) -> float:
@@ -153,27 +166,28 @@ def test_all_layers_are_on_the_gpu(gpu: Gpu) -> None:
 @on_each_text
 def test_log_probabilities_are_those_of_float32(gpu: Gpu, file: str) -> None:
     found = scores(file, gpu.on_gpu)
-    assert mean_difference(found, golden(file)) <= ALLOWED[gpu.precision]
+    assert mean_difference(found, golden(file)) <= gpu.allowed
     assert found.tobytes() != scores(file, gpu.on_cpu).tobytes(), "these are the CPU's values"
     for shift in (-1, 1):  # a planted fault, to show that the tolerance tells something
-        assert mean_difference(np.roll(found, shift), golden(file)) > 20 * ALLOWED[gpu.precision]
+        assert mean_difference(np.roll(found, shift), golden(file)) > 20 * gpu.allowed
 
 
 def behind_dropped_entries(backend: Backend, *, keep_from: int, shift: int) -> FloatArray:
     ids = ids_of("origin_of_species.txt", backend)
     inputs = inputs_of(ids, backend)
     with backend.open_session() as session:
-        session.advance(inputs[:16], ids[:0], position=0, keep_from=0, shift=0)
-        return session.advance(inputs[16:24], ids[16:24], position=16 - shift, keep_from=keep_from, shift=shift)
+        session.advance(inputs[:8], ids[:0], position=0, keep_from=0, shift=0)
+        session.advance(inputs[8:16], ids[:0], position=8, keep_from=0, shift=0)
+        return session.advance(inputs[16:], ids[16:], position=16 - shift, keep_from=keep_from, shift=shift)
 
 
-@pytest.mark.parametrize("shift", [0, 4])
+@pytest.mark.parametrize("shift", [0, 10])
 def test_dropped_and_moved_cache_entries_are_those_of_the_cpu(unquantized: Gpu, shift: int) -> None:
-    found = behind_dropped_entries(unquantized.on_gpu, keep_from=8, shift=shift)
-    expected = behind_dropped_entries(unquantized.on_cpu, keep_from=8, shift=shift)
-    assert mean_difference(found, expected) <= ALLOWED["F32"]
+    found = behind_dropped_entries(unquantized.on_gpu, keep_from=14, shift=shift)
+    expected = behind_dropped_entries(unquantized.on_cpu, keep_from=14, shift=shift)
+    assert mean_difference(found, expected) <= ALLOWED
     with_all_entries = behind_dropped_entries(unquantized.on_cpu, keep_from=0, shift=0)
-    assert mean_difference(found, with_all_entries) > 5 * ALLOWED["F32"]
+    assert mean_difference(found, with_all_entries) > 20 * ALLOWED
 
 
 def test_a_restart_forgets_everything(unquantized: Gpu) -> None:
@@ -183,13 +197,13 @@ def test_a_restart_forgets_everything(unquantized: Gpu) -> None:
         first = session.advance(inputs, ids, position=0, keep_from=0, shift=0)
         session.restart()
         again = session.advance(inputs, ids, position=0, keep_from=0, shift=0)
-    assert mean_difference(again, first) <= ALLOWED["F32"]
+    assert mean_difference(again, first) <= ALLOWED
 
 
 def test_packed_documents_are_scored_as_on_the_cpu(unquantized: Gpu) -> None:
     ids = ids_of("kong_yiji.txt", unquantized.on_gpu)
-    documents = [ids[:9], ids[12:13], ids[20:28]]
-    found = unquantized.on_gpu.score_packed(documents)
-    expected = unquantized.on_cpu.score_packed(documents)
-    for logprobs, right in zip(found, expected, strict=True):
-        assert mean_difference(logprobs, right) <= ALLOWED["F32"]
+    documents = [ids[:9], ids[12:13], ids[16:]]
+    found = np.concatenate(unquantized.on_gpu.score_packed(documents))
+    expected = np.concatenate(unquantized.on_cpu.score_packed(documents))
+    assert mean_difference(found, expected) <= ALLOWED_IN_BATCHES
+    assert mean_difference(np.roll(found, 1), expected) > 20 * ALLOWED_IN_BATCHES
