@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import numpy as np
 import pytest
+import regex
+from strategies import HOSTILE
 
-from metachunk_edge import BackendError, FakeBackend
+from metachunk_edge import BackendError, Chunker, FakeBackend, Settings
 from metachunk_edge.backends.base import N_SINKS, Backend, LogitsSession
 from metachunk_edge.parity_figures import log_softmax
 from metachunk_edge.tokens import encode
@@ -175,3 +178,27 @@ def test_the_fake_refuses_what_breaks_the_contract() -> None:
         session.advance(one, one, position=5, keep_from=0, shift=0)
     with FakeBackend(context_length=4).open_session() as session, pytest.raises(BackendError, match="overflows"):
         session.advance(np.ones(5, np.int32), one, position=0, keep_from=0, shift=0)
+
+
+# What the backends are for: chunks of any text.
+
+
+@pytest.fixture
+def chunker(backend: Backend) -> Chunker:
+    return Chunker(backend, Settings(max_size=12, context_length=min(512, backend.context_length)))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_texts_keep_every_promise(chunker: Chunker, text: str) -> None:
+    chunks = chunker.chunk(text)
+    assert "".join(chunk.text for chunk in chunks) == (text if text.strip() else "")
+    for chunk in chunks:
+        assert text[chunk.start : chunk.end] == chunk.text
+        assert chunk.n_tokens <= 12 or regex.fullmatch(r"\X", chunk.text)
+
+
+def test_threads_get_the_chunks_that_one_gets(chunker: Chunker) -> None:
+    texts = [TEXT[start : start + 200] for start in range(0, 160, 20)]
+    expected = [chunker.chunk(text) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda text: list(chunker.chunk_iter([text])), texts)) == expected

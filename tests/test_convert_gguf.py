@@ -25,7 +25,7 @@ from strategies import HOSTILE
 from tiny import CHAT_TEMPLATE, make_tiny_checkpoint
 from tokenizers import Tokenizer
 
-from metachunk_edge.backends.base import Tokenizer
+from metachunk_edge.backends import base
 from metachunk_edge.backends.hf_tokenizer import HuggingFaceTokenizer
 from metachunk_edge.backends.llama_cpp import LlamaCppBackend
 from metachunk_edge.cache import ModelFile
@@ -222,6 +222,10 @@ def test_llama_cpp_reads_a_text_as_the_checkpoints_tokenizer_does(
     if not path.exists():
         write_gguf(tiny, path, "f16", name="tiny")
     assert encode(text, load(path).tokenizer).ids.tolist() == ids_of(text, tiny.tokenizer())
+
+
+def engines_of(official: Path, remade: Path, checkpoint: Path) -> list[base.Tokenizer]:
+    return [load(official).tokenizer, load(remade).tokenizer, HuggingFaceTokenizer(checkpoint, "remade")]
 
 
 def ids_of(text: str, tokenizer: Tokenizer) -> list[int]:
