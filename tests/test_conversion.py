@@ -245,6 +245,7 @@ def test_two_runs_at_once_do_not_meet(tiny_checkpoint: Path, tmp_path: Path, mon
     assert (tmp_path / "out" / "manifest.json").exists()
 
 
+@pytest.mark.usefixtures("tiny_checkpoint")  # skips where the extra is missing
 def test_a_source_that_does_not_exist_gets_a_sentence(tmp_path: Path) -> None:
     result = call("convert", str(tmp_path / "nowhere"), "-p", "f32")
     assert result.exit_code == 1
