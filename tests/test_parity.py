@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from conftest import REPOSITORY
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -29,6 +31,11 @@ from metachunk_edge.parity_figures import boundary_f1, kl_divergence, log_softma
 from metachunk_edge.parity_report import ParityRow, to_markdown, to_table
 from metachunk_edge.tolerances import Tolerance, tolerances
 from metachunk_edge.types import FloatArray, IntArray, TokenIds
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 TEXTS = ["One sentence. Another one follows! A third? And so it goes on and on. " * 4, "Short. Very short."]
 SETTINGS = Settings(context_length=64, max_size=40)
@@ -381,12 +388,24 @@ def test_the_command_writes_a_table_json_and_markdown(
 def test_the_command_fails_with_what_was_measured_and_allowed(
     tiny_checkpoint: Path, tiny_model: Callable[[str], ModelFile]
 ) -> None:
-    result = run_command(tiny_model("q4_0"), tiny_checkpoint)  # random weights do not bear so few bits
+    result = run_command(tiny_model("q6_k"), tiny_checkpoint)  # random weights do not bear so few bits
     assert result.exit_code == 1
-    assert re.search(r"tiny \(q4_0\): mean KL divergence: measured .* nats, allowed at most .* nats", result.output)
+    assert re.search(r"tiny \(q6_k\): mean KL divergence: measured .* nats, allowed at most .* nats", result.output)
 
 
 def test_the_command_says_that_a_reference_is_dequantized(tiny_model: Callable[[str], ModelFile]) -> None:
     model = tiny_model("q8_0")
     result = run_command(model, model.path)
     assert "The reference is dequantized" in result.output
+
+
+def test_the_tolerances_are_made_from_what_was_measured() -> None:
+    sys.path.insert(0, str(REPOSITORY))
+    benchmark = pytest.importorskip("benchmarks.parity", reason="benchmarks/ or the extra `convert` is not there")
+    rows = json.loads((REPOSITORY / "benchmarks" / "parity.json").read_text(encoding="utf-8"))
+    made = tomllib.loads(benchmark._tolerances(rows))
+    assert {
+        (model_format, precision): Tolerance(**bounds)
+        for model_format, precisions in made.items()
+        for precision, bounds in precisions.items()
+    } == tolerances()
