@@ -108,7 +108,8 @@ def choose_device(device: Device) -> str:
         why = "llama.cpp finds no GPU on this machine"
     else:
         why = (
-            "this build of llama-cpp-python has no GPU support (reinstall it with CMAKE_ARGS=-DGGML_CUDA=on, "
+            "this build of llama-cpp-python has no GPU support or finds no GPU (reinstall it with "
+            "CMAKE_ARGS=-DGGML_CUDA=on, "
             "-DGGML_VULKAN=on or -DGGML_METAL=on)"
         )
     raise DeviceError(f"There is no GPU to use: {why}; or use --device cpu.")
