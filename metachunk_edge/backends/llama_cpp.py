@@ -349,6 +349,7 @@ def _load(path: Path, device: str) -> LlamaModel:
     # on the CPU, for the large products.
     devices = (ctypes.c_void_p * 2)(gpu_pointer(device))
     parameters.devices = ctypes.addressof(devices)
+    parameters.use_extra_bufts = not _has_amx()
     with engine_lock, interrupts_after():
         llama_cpp.llama_log_set(keep_message, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -362,6 +363,15 @@ def _load(path: Path, device: str) -> LlamaModel:
     model = LlamaModel(pointer)
     _check_kind(pointer, path)
     return model
+
+
+def _has_amx() -> bool:
+    """Whether this build would use AMX, Intel's matrix unit, whose code in llama.cpp ends the process.
+
+    GCC drops the stores that prepare the unit, and the first product is an illegal instruction; see
+    https://github.com/ggml-org/llama.cpp/pull/26954.
+    """
+    return b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
 
 
 @contextlib.contextmanager
