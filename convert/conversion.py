@@ -7,22 +7,33 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from metachunk_edge.backends.hf_tokenizer import HuggingFaceTokenizer
 from metachunk_edge.cache import ModelFile, locked, sha256_of
 from metachunk_edge.catalogue import catalogue, find_model
 from metachunk_edge.convert import Progress
+from metachunk_edge.convert.architecture import gguf_names
 from metachunk_edge.convert.checkpoint import Checkpoint, Source, dequantize, open_source
-from metachunk_edge.convert.files import write_json, writing_to
+from metachunk_edge.convert.dequantize import open_gguf, tokenizer_config_of_gguf
+from metachunk_edge.convert.files import read_json, write_json, writing_to
+from metachunk_edge.convert.fused import Weights, recipe, write_fused
 from metachunk_edge.convert.gguf import GGUF_PRECISIONS, write_gguf
 from metachunk_edge.convert.manifest import write_manifest
-from metachunk_edge.convert.onnx import ONNX_PRECISIONS, write_onnx
-from metachunk_edge.convert.verify import N_TOKENS, verify_conversion
+from metachunk_edge.convert.tokenizer import tokenizer_of_gguf
+from metachunk_edge.convert.verify import N_TOKENS, verify_against_file, verify_conversion
 from metachunk_edge.converted import MANIFEST, converted_models_folder, identity, open_converted, staging_of
 from metachunk_edge.errors import ConversionError, SettingsError
 
 __all__ = ["PRECISIONS", "Needs", "convert", "needs_of", "source_path"]
 
-PRECISIONS = (*GGUF_PRECISIONS, *ONNX_PRECISIONS)
+EXPORTED_PRECISIONS = ("float32", "float16", "int8", "int4")
+"""ONNX, by optimum's exporter."""
+
+FUSED = "int8_fused"
+"""ONNX, built from the weights; from a GGUF file it needs no PyTorch."""
+
+PRECISIONS = (*GGUF_PRECISIONS, *EXPORTED_PRECISIONS, FUSED)
 
 _FLOAT32 = 4  # bytes
 _OVERHEAD_BYTES = 600_000_000  # the libraries, one block's logits, a document's KV cache
@@ -37,16 +48,25 @@ class Needs:
 
 
 def needs_of(source: Source, precision: str) -> Needs:
-    """Return what converting `source` takes; the float32 weights are what counts.
+    """Return what converting `source` takes; the weights are what counts.
 
-    They lie on disk as a dequantized checkpoint, beside it as an unquantized model, and in memory once for the
-    reference; the ONNX exporter and quantizer hold them three times.
+    In float32 they lie on disk as a dequantized checkpoint, beside it as an unquantized model, and in memory once for
+    the reference; the ONNX exporter and quantizer hold them three times. A fused model is written matrix by matrix,
+    and the largest is held three times.
     """
     weights = _FLOAT32 * source.n_parameters
     distributions = _FLOAT32 * int(source.config["vocab_size"]) * 2 * N_TOKENS
+    if _is_direct(source, precision):
+        largest = _FLOAT32 * int(source.config["vocab_size"]) * int(source.config["hidden_size"])
+        return Needs(weights // 2 + distributions, weights // 2 + 3 * largest + _OVERHEAD_BYTES)
     copies_on_disk = 2 + (source.kind == "gguf")
-    copies_in_memory = 3 if precision in ONNX_PRECISIONS else 1
+    copies_in_memory = 3 if precision in EXPORTED_PRECISIONS else 1
     return Needs(copies_on_disk * weights + distributions, copies_in_memory * weights + _OVERHEAD_BYTES)
+
+
+def _is_direct(source: Source, precision: str) -> bool:
+    """Whether the model is made of a GGUF file itself, with no checkpoint in between."""
+    return precision == FUSED and source.kind == "gguf"
 
 
 def convert(
@@ -69,40 +89,89 @@ def convert(
     opened = open_source(source_path(str(source)))
     needs = needs_of(opened, precision)
     report(f"Takes up to {needs.disk / 1e9:.1f} GB of disk and {needs.memory / 1e9:.1f} GB of memory", 0, 1)
-    model_format = "onnx" if precision in ONNX_PRECISIONS else "gguf"
+    model_format = "gguf" if precision in GGUF_PRECISIONS else "onnx"
     name = name or f"{opened.name.lower()}-{model_format}-{precision}"
     if Path(name).name != name or name.startswith(".") or name in catalogue():
         raise SettingsError(f"name must be one that a folder can have, and not in the catalogue, got {name!r}")
     folder = converted_models_folder() / name if output is None else Path(output).absolute()
+    model_file = f"{name}.gguf" if model_format == "gguf" else "model.onnx"
     with _staging(folder, needs) as staging:
-        model_folder = staging / "model"
-        model_folder.mkdir()
-        checkpoint = Checkpoint(_checkpoint_folder(opened, staging, report))
-        if model_format == "gguf":
-            model_file = f"{name}.gguf"
-            write_gguf(checkpoint, model_folder / model_file, precision, name=name, threads=threads, on_progress=report)
-        else:
-            model_file = "model.onnx"
-            report(f"Exporting to ONNX, {precision}", 0, 1)
-            write_onnx(checkpoint, model_folder, precision)
-        _add_tokenizer(checkpoint, model_folder)
-        report("Verifying against the float32 reference", 0, 1)
-        sha256 = identity(model_file, {file.name: sha256_of(file) for file in model_folder.iterdir()})
-        written = ModelFile(model_folder / model_file, name, precision, sha256)
-        parity = verify_conversion(written, model_format, checkpoint.folder, staging, threads=threads)
+        job = _Job(opened, name, precision, staging, staging / "model" / model_file, threads, report)
+        job.path.parent.mkdir()
+        sha256, parity = job.convert_gguf() if _is_direct(opened, precision) else job.convert_checkpoint()
         write_manifest(
-            model_folder,
+            job.path.parent,
             name=name,
             model_format=model_format,
             precision=precision,
             model_file=model_file,
             source=opened,
             parity=parity,
+            quantization=recipe() if precision == FUSED else None,
         )
         if folder.is_dir():  # empty; Windows moves no folder onto another
             folder.rmdir()
-        model_folder.replace(folder)
+        job.path.parent.replace(folder)
     return ModelFile(folder / model_file, name, precision, sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One conversion, in a staging folder; `path` is that of the model file there, whose folder will be the model's."""
+
+    source: Source
+    name: str
+    precision: str
+    staging: Path
+    path: Path
+    threads: int | None
+    report: Progress
+
+    def convert_gguf(self) -> tuple[str, dict[str, Any]]:
+        """Build a fused model from a GGUF file; return its sha256 and its parity with that file."""
+        folder, opened = self.path.parent, open_gguf(self.source.path)
+        tokenizer_of_gguf(opened.metadata, self.source.path).save(str(folder / "tokenizer.json"))
+        write_json(folder / "tokenizer_config.json", tokenizer_config_of_gguf(opened.metadata))
+        write_json(folder / "config.json", self.source.config)
+        names = gguf_names(self.source.config)
+        self._write_fused(lambda tensor: opened.tensor(names[tensor]))
+        self.report("Verifying against the file it was made from", 0, 1)
+        model = self._written()
+        return model.sha256, verify_against_file(model, self.source, self.staging, threads=self.threads)
+
+    def convert_checkpoint(self) -> tuple[str, dict[str, Any]]:
+        """Convert a checkpoint, or a GGUF file by way of one; return the sha256 and the parity with float32."""
+        folder = self.path.parent
+        checkpoint = Checkpoint(_checkpoint_folder(self.source, self.staging, self.report))
+        if self.precision in GGUF_PRECISIONS:
+            write_gguf(
+                checkpoint,
+                self.path,
+                self.precision,
+                name=self.name,
+                threads=self.threads,
+                on_progress=self.report,
+            )
+        elif self.precision in EXPORTED_PRECISIONS:
+            from metachunk_edge.convert.onnx import write_onnx
+
+            self.report(f"Exporting to ONNX, {self.precision}", 0, 1)
+            write_onnx(checkpoint, folder, self.precision)
+        _add_tokenizer(checkpoint, folder)
+        if self.precision == FUSED:
+            self._write_fused(checkpoint.tensor)
+        self.report("Verifying against the float32 reference", 0, 1)
+        model = self._written()
+        return model.sha256, verify_conversion(model, checkpoint.folder, self.staging, threads=self.threads)
+
+    def _write_fused(self, weights: Weights) -> None:
+        self.report("Building the fused graph", 0, 1)
+        prefix_id = HuggingFaceTokenizer(self.path.parent, self.name).prefix_id
+        write_fused(read_json(self.path.parent / "config.json"), weights, prefix_id, self.path.parent)
+
+    def _written(self) -> ModelFile:
+        sha256 = identity(self.path.name, {file.name: sha256_of(file) for file in self.path.parent.iterdir()})
+        return ModelFile(self.path, self.name, self.precision, sha256)
 
 
 def source_path(source: str) -> Path:

@@ -23,7 +23,7 @@ from metachunk_edge.convert.gguf_file import GgufFile, read_gguf
 from metachunk_edge.convert.tokenizer import tokenizer_of_gguf
 from metachunk_edge.errors import ConversionError
 
-__all__ = ["config_of_gguf", "dequantize", "open_gguf"]
+__all__ = ["config_of_gguf", "dequantize", "open_gguf", "tokenizer_config_of_gguf"]
 
 _SHARD_BYTES = 1 << 30  # the library copies a shard in memory while it writes it
 
@@ -43,7 +43,7 @@ def dequantize(gguf_path: Path, folder: Path, on_progress: Progress | None = Non
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", config)
         tokenizer.save(str(folder / "tokenizer.json"))
-        write_json(folder / "tokenizer_config.json", _tokenizer_config(opened.metadata))
+        write_json(folder / "tokenizer_config.json", tokenizer_config_of_gguf(opened.metadata))
         _write_weights(opened, config, folder, on_progress)
 
 
@@ -133,7 +133,8 @@ def _decimal(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_config_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a GGUF file as the values of a `tokenizer_config.json`."""
     tokens = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {
         "tokenizer_class": "Qwen2Tokenizer",

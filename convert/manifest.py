@@ -45,13 +45,18 @@ def write_manifest(
     model_file: str,
     source: Source,
     parity: dict[str, Any],
+    quantization: dict[str, Any] | None,
 ) -> None:
-    """Write the manifest of all files in `folder`, and last: a folder without one is not a finished model."""
+    """Write the manifest of all files in `folder`, and last: a folder without one is not a finished model.
+
+    `quantization` says how a fused model's products are computed.
+    """
     manifest = {
         "manifest_version": 1,
         "name": name,
         "format": model_format,
         "precision": precision,
+        **({} if quantization is None else {"quantization": quantization}),
         "n_parameters": source.n_parameters,
         "model_file": model_file,
         "source": {"name": source.name, "kind": source.kind, "sha256": source.sha256},

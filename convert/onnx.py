@@ -34,9 +34,8 @@ from metachunk_edge.errors import ConversionError
 if TYPE_CHECKING:
     from metachunk_edge.convert.checkpoint import Checkpoint
 
-__all__ = ["ONNX_PRECISIONS", "add_scoring_head", "write_onnx"]
+__all__ = ["add_scoring_head", "write_onnx"]
 
-ONNX_PRECISIONS = ("float32", "float16", "int8", "int4")
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 
 HALF_PRECISION_LIMIT = 65_504.0

@@ -19,6 +19,9 @@ else:
 __all__ = ["Tolerance", "check", "tolerance_of", "tolerances"]
 
 
+_MINIMA = ("same_top", "rank_correlation", "boundary_f1", "identical_chunks")
+
+
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """The bounds of `Parity`'s figures of the same names; `nll` bounds the size of `nll_difference`.
@@ -37,6 +40,12 @@ class Tolerance:
     rank_correlation: float
     boundary_f1: float
     identical_chunks: float
+
+    def __add__(self, other: Tolerance) -> Tolerance:
+        """What two models may be from each other that are each within a tolerance of the same reference."""
+        both = {name: (getattr(self, name), getattr(other, name)) for name in self.__slots__}
+        sums = {name: a + b - 1 if name in _MINIMA else a + b for name, (a, b) in both.items()}
+        return Tolerance(**sums)
 
 
 @cache

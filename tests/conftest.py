@@ -84,6 +84,11 @@ def onnx_backend(tiny_model: Callable[[str], ModelFile]) -> Backend:
     return load_backend(tiny_model("float32"), device="cpu", threads=1, context_length=512)
 
 
+@pytest.fixture(scope="session")
+def fused_backend(tiny_model: Callable[[str], ModelFile]) -> Backend:
+    return load_backend(tiny_model("int8_fused"), device="cpu", threads=1, context_length=512)
+
+
 @pytest.fixture
 def fake() -> FakeBackend:
     return FakeBackend()

@@ -21,6 +21,7 @@ WITH_LOGITS = [
     "reference_backend",
     "gguf_backend",
     "onnx_backend",
+    "fused_backend",
 ]
 BACKENDS = ["fake", *WITH_LOGITS]
 TEXT = "A contract is a promise between two parties. Each of them relies on it, and neither looks behind it. " * 8

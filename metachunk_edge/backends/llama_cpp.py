@@ -183,8 +183,13 @@ class LlamaCppBackend:
 
     def score_packed(self, documents: Sequence[TokenIds]) -> list[FloatArray]:
         """See `backends.base.Backend`."""
-        with self.open_session() as session:
-            return session.score_packed(documents, self.tokenizer.prefix_id)
+        # With AVX-512, what else is in a batch changes the last bit of a float32 product.
+        batches = [[ids] for ids in documents] if _is_all_float32(self._model) else [documents]
+        scores = []
+        for batch in batches:
+            with self.open_session() as session:
+                scores += session.score_packed(batch, self.tokenizer.prefix_id)
+        return scores
 
     def take_context(self) -> _Context:
         """Lend a context, with an empty cache, to a session."""
@@ -210,7 +215,7 @@ class _Context:
         parameters.n_seq_max = MAX_PACKED
         parameters.kv_unified = True  # all sequences share the cells; by default each would get a 32nd of them
         parameters.n_threads = parameters.n_threads_batch = threads
-        if _metadata(model.pointer, "general.file_type") == _ALL_FLOAT32:  # with half-precision keys it would not be
+        if _is_all_float32(model):  # with half-precision keys it would not be
             parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F32
         if device == "cpu":
             parameters.op_offload = parameters.offload_kqv = False
@@ -408,6 +413,10 @@ def _check_kind(model: Any, path: Path) -> None:
         raise ModelFileError(
             f"{path} has a tokenizer that does not give every text back: use a model such as Qwen2 or SmolLM2."
         )
+
+
+def _is_all_float32(model: LlamaModel) -> bool:
+    return _metadata(model.pointer, "general.file_type") == _ALL_FLOAT32
 
 
 def _is_hybrid(model: Any) -> bool:

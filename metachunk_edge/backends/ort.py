@@ -36,10 +36,14 @@ if TYPE_CHECKING:
     from metachunk_edge.backends import Device
     from metachunk_edge.cache import ModelFile
 
-__all__ = ["OnnxBackend", "describe_runtime", "onnx_devices"]
+__all__ = ["PREFIX_FILE", "OnnxBackend", "describe_runtime", "onnx_devices"]
 
 BLOCK_SIZE = 128
 """Tokens per call."""
+
+PREFIX_FILE = "prefix.npz"
+"""Beside a fused model: what the prefix token leaves behind. `keys` and `values` are its cache entries, float32
+[layers, key-value heads, head size], and `logits` its prediction, float32 [vocabulary]. It is never read itself."""
 
 _PROVIDERS = {
     "cuda": "CUDAExecutionProvider",
@@ -96,6 +100,7 @@ class OnnxBackend:
         self.rotary_base = float(config["rope_theta"])
         self.tokenizer = HuggingFaceTokenizer(model.path.parent, name=model.name)
         self._lock = threading.Lock()
+        self.prefix = _prefix(model.path.parent)
         self.engine = self._load_engine()
         if self._device != "cpu":
             self._check_device()
@@ -164,6 +169,7 @@ class OnnxSession:
     def __init__(self, backend: OnnxBackend) -> None:
         self._backend = backend
         inputs = backend.engine.get_inputs()
+        self._inputs = [item.name for item in inputs]
         self._shapes = {item.name: item.shape for item in inputs if item.name.startswith(_PAST)}
         self._cache_outputs = [name.replace(_PAST, _PRESENT) for name in self._shapes]
         self.restart()
@@ -214,6 +220,20 @@ class OnnxSession:
     def _run(
         self, engine: Any, outputs: list[str], ids: TokenIds, targets: TokenIds, position: int
     ) -> list[FloatArray]:
+        prefix = self._backend.prefix
+        if prefix is None or position or ids[0] != self._backend.tokenizer.prefix_id:
+            return self._compute(engine, outputs, ids, targets, position)
+        self._positions = np.zeros(1, np.int64)
+        self._cache = dict(zip(self._shapes, prefix.cache, strict=True))
+        known = prefix.score(targets[: len(targets) - len(ids) + 1])  # at most the first target stands behind it
+        if len(ids) == 1:
+            return known[: len(outputs)]
+        rest = self._compute(engine, outputs, ids[1:], targets[len(known[0]) :], position=1)
+        return [np.concatenate(pair) for pair in zip(known, rest, strict=False)]
+
+    def _compute(
+        self, engine: Any, outputs: list[str], ids: TokenIds, targets: TokenIds, position: int
+    ) -> list[FloatArray]:
         positions = np.arange(position, position + len(ids))
         inputs = {
             "input_ids": ids[None].astype(np.int64),
@@ -222,6 +242,7 @@ class OnnxSession:
             "targets": targets.astype(np.int64),
             **self._cache,
         }
+        inputs = {name: inputs[name] for name in self._inputs}
         try:
             results = self._backend.run(engine, [*outputs, *self._cache_outputs], inputs)
         except Exception as error:  # ONNX Runtime's own have no common type but this
@@ -230,6 +251,31 @@ class OnnxSession:
         self._cache = dict(zip(self._cache, results[len(outputs) :], strict=True))
         check_finite(results[0])
         return results[: len(outputs)]
+
+
+class _Prefix:
+    """What a fused model's folder holds of the prefix token."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path) as values:
+            layers = zip(values["keys"], values["values"], strict=True)
+            self.cache = [part[None, :, None] for layer in layers for part in layer]
+            self._logits = values["logits"]
+        highest = self._logits.max()
+        self._normalizer = highest + np.log(np.exp(self._logits - highest, dtype=np.float64).sum())
+
+    def score(self, targets: TokenIds) -> list[FloatArray]:
+        """The log-probability and the logits of one target, or of none."""
+        logprobs = (self._logits[targets] - self._normalizer).astype(np.float32)
+        return [logprobs, np.repeat(self._logits[None], len(targets), axis=0)]
+
+
+def _prefix(folder: Path) -> _Prefix | None:
+    path = folder / PREFIX_FILE
+    try:
+        return _Prefix(path) if path.exists() else None
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelFileError(f"{path} cannot be read ({error}): convert the model again.") from error
 
 
 def _turned_back(keys: FloatArray, shift: int, rotary_base: float) -> FloatArray:

@@ -23,10 +23,11 @@ from tiny import tiny_tolerance
 from metachunk_edge import ModelFile, ModelNotFoundError, Settings, find_model
 from metachunk_edge.backends import load_backend
 from metachunk_edge.backends.base import Backend
+from metachunk_edge.backends.hf_tokenizer import HuggingFaceTokenizer
 from metachunk_edge.parity import Parity, Recording, check, compare, packaged_texts, record, tolerance_of
 
 GGUF = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
-ONNX = ("float32", "float16", "int8", "int4")
+ONNX = ("float32", "float16", "int8", "int4", "int8_fused")
 WINDOWS = (("rolling", 512), ("rolling", 264), ("strided", 264))  # tokens: the second and third are moved
 N_TOKENS = 400
 
@@ -109,7 +110,7 @@ def test_every_precision_is_within_its_tolerance_in_every_window(
     assert_within(parity, model.format, precision)
 
 
-@pytest.mark.parametrize("precision", ["f32", "q8_0", "float32", "int8"])
+@pytest.mark.parametrize("precision", ["f32", "q8_0", "float32", "int8", "int8_fused"])
 def test_the_block_size_changes_nothing(
     precision: str, tiny_model: Callable[[str], ModelFile], recorded: Callable[..., Recording]
 ) -> None:
@@ -162,13 +163,19 @@ def misread_model(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 
     def convert(precision: str) -> ModelFile:
         from metachunk_edge.convert.checkpoint import Checkpoint
+        from metachunk_edge.convert.fused import write_fused
         from metachunk_edge.convert.gguf import write_gguf
         from metachunk_edge.convert.onnx import write_onnx
 
         target = folder / precision
         target.mkdir()
         if precision in ONNX:
-            write_onnx(Checkpoint(source), target, precision)
+            if precision == "int8_fused":
+                checkpoint = Checkpoint(source)
+                prefix_id = HuggingFaceTokenizer(source, "misread").prefix_id
+                write_fused(checkpoint.config, checkpoint.tensor, prefix_id, target)
+            else:
+                write_onnx(Checkpoint(source), target, precision)
             for name in ("config.json", "tokenizer.json"):
                 shutil.copyfile(source / name, target / name)
             return ModelFile(target / "model.onnx", "misread", precision, "")
