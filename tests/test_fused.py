@@ -34,29 +34,25 @@ def unquantized(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     for name in ("config.json", "tokenizer.json"):
         shutil.copyfile(tiny_checkpoint / name, folder / name)
     checkpoint = Checkpoint(tiny_checkpoint)
+    prefix_id = HuggingFaceTokenizer(folder, "tiny").prefix_id
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "_EMBEDDING_TYPE", np.float32)
-        patch.setattr(fused, "_quantized", lambda matrix: (matrix.T, np.ones(len(matrix), np.float32)))
-        patch.setattr(fused._Model, "_in_8_bits", float_product)
-        patch.setattr(fused._Model, "_in_16_bits", float_product)
-        patch.setattr(fused._Model, "_integers", lambda _model, rows, _scales: rows)
+        patch.setattr(fused, "quantized", lambda matrix: (matrix.T, np.ones(len(matrix), np.float32)))
+        patch.setattr(fused._Model, "_quantized_rows", rows_as_they_are)
         patch.setattr(fused._Model, "_integer_product", float_product)
-        patch.setattr(
-            fused._Model, "_row_scales", lambda model, _rows: model.graph.constant("no_scale", [[1.0]], np.float32)
-        )
-        prefix_id = HuggingFaceTokenizer(folder, "tiny").prefix_id
         fused.write_fused(checkpoint.config, checkpoint.tensor, prefix_id, folder)
     return load_backend(ModelFile(folder / "model.onnx", "tiny", None, ""), device="cpu", context_length=512)
+
+
+def rows_as_they_are(model: Any, rows: str, **_options: Any) -> Any:
+    from metachunk_edge.convert import fused
+
+    return fused._Rows(rows, model.graph.constant("no_scale", [[1.0]], np.float32), has_16_bits=False)
 
 
 def float_product(model: Any, rows: str, columns: str, _scales: str) -> str:
     product: str = model.graph.node("MatMul", [rows, columns])
     return product
-
-
-def no_scale(model: Any, _rows: str) -> str:
-    one: str = model.graph.constant("no_scale", [[1.0]], np.float32)
-    return one
 
 
 def advance(backend: Backend, ids: TokenIds, targets: TokenIds) -> FloatArray:

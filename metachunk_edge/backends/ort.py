@@ -11,7 +11,7 @@ import json
 import threading
 import warnings
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from metachunk_edge.backends import Device
     from metachunk_edge.cache import ModelFile
 
-__all__ = ["PREFIX_FILE", "OnnxBackend", "describe_runtime", "onnx_devices"]
+__all__ = ["PREFIX_FILE", "OnnxBackend", "describe_runtime", "multiplies_integers_exactly", "onnx_devices"]
 
 BLOCK_SIZE = 128
 """Tokens per call."""
+
+FUSED_BLOCK_SIZE = 256
+"""Tokens per call of a fused model, where the context is long enough for two of them."""
 
 PREFIX_FILE = "prefix.npz"
 """Beside a fused model: what the prefix token leaves behind. `keys` and `values` are its cache entries, float32
@@ -69,6 +72,18 @@ def describe_runtime() -> str:
         return "onnxruntime is not installed: pip install 'metachunk-edge[onnx]'"
 
 
+@cache
+def multiplies_integers_exactly() -> bool:
+    """Whether 8-bit products come out right on this processor, which takes VNNI, or ARM's dot products.
+
+    Older x86 instructions add pairs of products in 16 bits, and what is too large for them is cut off without a word.
+    `products.onnx` multiplies the largest values that there are.
+    """
+    session = _load(Path(__file__).with_name("products.onnx"), "cpu", 1)
+    (products,) = session.run(None, {"rows": np.full((8, 64), 255, np.uint8)})
+    return bool((products == 255 * 127 * 64).all())
+
+
 class OnnxBackend:
     """See `backends.base.Backend`.
 
@@ -85,7 +100,6 @@ class OnnxBackend:
     ) -> None:
         from metachunk_edge.backends.devices import default_threads
 
-        self.block_size = BLOCK_SIZE
         self.row_multiple = 1
         self.context_length = context_length
         self._file = model
@@ -101,6 +115,13 @@ class OnnxBackend:
         self.tokenizer = HuggingFaceTokenizer(model.path.parent, name=model.name)
         self._lock = threading.Lock()
         self.prefix = _prefix(model.path.parent)
+        is_long_enough = context_length >= 2 * FUSED_BLOCK_SIZE + N_SINKS
+        self.block_size = FUSED_BLOCK_SIZE if self.prefix is not None and is_long_enough else BLOCK_SIZE
+        if self.prefix is not None and self._device == "cpu" and not multiplies_integers_exactly():
+            raise DeviceError(
+                f"The model {model.name} needs a processor with 8-bit dot products (VNNI on Intel and AMD), which this "
+                "one lacks: use a GGUF model."
+            )
         self.engine = self._load_engine()
         if self._device != "cpu":
             self._check_device()
@@ -322,7 +343,6 @@ def _load(path: Path, device: str, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # it keeps a plan, and memory, for each shape it has seen
-    options.enable_cpu_mem_arena = False
     providers = [] if device == "cpu" else [_PROVIDERS[device]]
     try:
         session = runtime.InferenceSession(
