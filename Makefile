@@ -56,7 +56,7 @@ vulkan-test: .venv-vulkan/installed
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable ".[onnx]"
 	touch $@
 
 .venv/test-installed: .venv/installed

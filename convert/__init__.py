@@ -38,24 +38,27 @@ def convert_model(
         source: a Hugging Face checkpoint folder, or a GGUF file or its name in the catalogue, which is dequantized.
         output: the folder to make; None: in the cache, where `find_model` knows it by its name.
         precision: "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m" or "q4_0" for a GGUF file; "float32",
-            "float16", "int8" or "int4" for an ONNX model.
+            "float16", "int8" or "int4" for an ONNX model; "int8_fused" for that of the fast mode, made without PyTorch
+            if the source is a GGUF file, and is then held against that file.
         name: what results call the model; None: the source's name and the precision.
         threads: CPU threads; None: one per physical core.
         on_progress: told of every step.
 
     Raises:
-        MissingExtraError: the extra `convert` is not installed.
+        MissingExtraError: the extra `convert`, or `onnx` for int8_fused, is not installed.
         SettingsError: the precision is unknown, or the name is not one for a folder.
         ModelNotFoundError: there is no source.
         ConversionError: the source cannot be converted, there is no room, the output exists, or the result is outside
             the tolerance of its precision; nothing is left behind. If the process is killed, a hidden folder with
             the end .partial stays, and goes with the next conversion to the same name.
     """
+    extra = "onnx" if precision.lower() == "int8_fused" else "convert"
     try:
         from metachunk_edge.convert.conversion import convert
+
+        return convert(source, output, precision=precision, name=name, threads=threads, on_progress=on_progress)
     except ImportError as error:
         raise MissingExtraError(
             f"The conversion needs libraries that are not installed ({error}): run pip install "
-            "'metachunk-edge[convert]'."
+            f"'metachunk-edge[{extra}]'."
         ) from error
-    return convert(source, output, precision=precision, name=name, threads=threads, on_progress=on_progress)

@@ -19,9 +19,10 @@ import numpy as np
 from metachunk_edge.backends import Device, load_backend
 from metachunk_edge.backends.base import Backend
 from metachunk_edge.boundaries import find_boundaries
-from metachunk_edge.catalogue import DEFAULT_MODEL, find_model
+from metachunk_edge.catalogue import DEFAULT_MODEL
 from metachunk_edge.errors import SettingsError
 from metachunk_edge.merge import merge_sentences
+from metachunk_edge.modes import Mode, choose_model
 from metachunk_edge.scoring import OnTokens, ScoredSentence, score_documents, scored_sentences
 from metachunk_edge.settings import Settings
 from metachunk_edge.tokens import join_encodings
@@ -73,6 +74,7 @@ class Chunker:
         model: str = DEFAULT_MODEL,
         settings: Settings | None = None,
         *,
+        mode: Mode = "auto",
         device: Device = "auto",
         threads: int | None = None,
     ) -> Chunker:
@@ -82,6 +84,7 @@ class Chunker:
             model: a name of the catalogue, downloaded before (`metachunk-edge models pull`), or of a conversion; or the
                 path of a GGUF file or a converted folder.
             settings: how to score and cut; see `Settings`.
+            mode: of a model of the catalogue; see `modes.Mode`.
             device: see `backends.load_backend`.
             threads: CPU threads; None: one per physical core that this process may use.
 
@@ -93,7 +96,7 @@ class Chunker:
         """
         settings = settings or Settings()
         backend = load_backend(
-            find_model(model), device=device, threads=threads, context_length=settings.context_length
+            choose_model(model, mode, device), device=device, threads=threads, context_length=settings.context_length
         )
         return cls(backend, settings)
 

@@ -27,7 +27,8 @@ from metachunk_edge.catalogue import DEFAULT_MODEL, catalogue, find_model, is_pu
 from metachunk_edge.chunker import Chunker, cut
 from metachunk_edge.cli_conversion import convert_command, parity_command
 from metachunk_edge.console import Console, is_terminal
-from metachunk_edge.converted import converted_models
+from metachunk_edge.convert import convert_model
+from metachunk_edge.converted import converted_models, open_converted
 from metachunk_edge.documents import (
     STANDARD_INPUT,
     TEXT_PATTERNS,
@@ -37,7 +38,15 @@ from metachunk_edge.documents import (
     read_document,
 )
 from metachunk_edge.download import pull
-from metachunk_edge.errors import DeviceWarning, DocumentError, MetachunkError, SettingsError
+from metachunk_edge.errors import (
+    ConversionError,
+    DeviceWarning,
+    DocumentError,
+    MetachunkError,
+    MissingExtraError,
+    SettingsError,
+)
+from metachunk_edge.modes import Mode, choose_model, fast_name, why_not_fast
 from metachunk_edge.output import Format, Writer, new_file
 from metachunk_edge.scores import StoredScores, read_scores, write_scores
 from metachunk_edge.settings import Merge, Method, Settings, Unit, Window
@@ -110,6 +119,13 @@ def _model_options(command: Any) -> Any:
             default=DEFAULT_MODEL,
             show_default=True,
             help="Name, or GGUF file or converted folder.",
+        ),
+        click.option(
+            "--mode",
+            type=click.Choice(get_args(Mode)),
+            default="auto",
+            show_default=True,
+            help="fast: the int8 model that pull makes; exact: the model as downloaded; auto: fast where it can run.",
         ),
         click.option(
             "--device",
@@ -229,16 +245,22 @@ def chunk_command(context: click.Context, /, inputs: tuple[str, ...], scores_pat
         context.exit(1)
 
 
+def _load(options: dict[str, Any], settings: Settings) -> Chunker:
+    names = ("mode", "device", "threads")
+    return Chunker.from_pretrained(options["model"], settings, **{name: options[name] for name in names})
+
+
 def _run(
     found: list[Document | DocumentError], settings: Settings, console: Console, options: dict[str, Any]
 ) -> BatchReport:
     def load() -> Chunker:
-        return Chunker.from_pretrained(options["model"], settings, device=options["device"], threads=options["threads"])
+        return _load(options, settings)
 
     output, output_format, directory = options["output"], options["output_format"], options["output_dir"]
     inputs = [item.path for item in found if isinstance(item, Document) and item.path is not None]
     if directory is not None:
-        made_with = {"sha256": find_model(options["model"]).sha256, "version": __version__}
+        model = choose_model(options["model"], options["mode"], options["device"])
+        made_with = {"sha256": model.sha256, "version": __version__}
         sink = DirectorySink(
             directory,
             output_format,
@@ -260,7 +282,7 @@ def _run(
 def _chunk_from_scores(
     context: click.Context, inputs: tuple[str, ...], scores_path: Path, settings: Settings, options: dict[str, Any]
 ) -> None:
-    for name in ("model", "device", "threads", "context_length", "window", "language", "output_dir", "resume"):
+    for name in ("model", "mode", "device", "threads", "context_length", "window", "language", "output_dir", "resume"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise SettingsError(
                 f"--{name.replace('_', '-')} does not go with --scores, where the model has done its part and there is "
@@ -312,9 +334,7 @@ def score_command(document_name: str, output: Path | None, **options: Any) -> No
     encoding = options["encoding"]
     facts = None if document.path is None else check_document(document, encoding=encoding)
     with Console([document]) as console, _opened(output, [document.path]) as file:
-        chunker = Chunker.from_pretrained(
-            options["model"], settings, device=options["device"], threads=options["threads"]
-        )
+        chunker = _load(options, settings)
         sentences = chunker.score_iter(
             read_document(document, encoding=encoding), on_tokens=progress_in_bytes(console.on_progress, facts)
         )
@@ -346,8 +366,9 @@ def models_list() -> None:
 
 @models_group.command("pull")
 @click.argument("name", default=DEFAULT_MODEL)
-def models_pull(name: str) -> None:
-    """Download a model, check its SHA-256, and print its path."""
+@click.option("--fast/--no-fast", default=True, show_default=True, help="Make its int8 model for the CPU, too.")
+def models_pull(name: str, fast: bool) -> None:
+    """Download a model, check its SHA-256, print its path, and make its fast mode of it."""
     to_person = is_terminal()
     shown = ""
 
@@ -366,6 +387,15 @@ def models_pull(name: str) -> None:
             click.echo(err=True)
     click.echo(f"{model.name}: SHA-256 is right ({model.sha256}).", err=True)
     click.echo(str(model.path))
+    if fast and open_converted(fast_name(name)) is None:
+        try:
+            convert_model(name, precision="int8_fused", name=fast_name(name), on_progress=_echo_step)
+        except (ConversionError, MissingExtraError) as error:
+            click.echo(f"Note: no fast mode of {name}: {error}", err=True)
+
+
+def _echo_step(message: str, _done: int, _total: int) -> None:
+    click.echo(f"fast mode: {message} …", err=True)
 
 
 @models_group.command("path")
@@ -401,6 +431,7 @@ def info_command() -> None:
 
     features = llama_cpp.llama_print_system_info().decode("utf-8", errors="replace")
     default_state = "downloaded" if is_pulled(catalogue()[DEFAULT_MODEL]) else "not downloaded"
+    obstacle = why_not_fast(DEFAULT_MODEL, "auto")
     rows = {
         "metachunk-edge": __version__,
         "Python": f"{platform.python_version()} on {platform.platform()}",
@@ -416,6 +447,7 @@ def info_command() -> None:
         ),
         "cache folder": str(cache_folder()),
         "default model": f"{DEFAULT_MODEL} ({default_state})",
+        "its mode": "fast" if obstacle is None else f"exact, since {obstacle}",
     }
     for name, value in rows.items():
         click.echo(f"{name:<15} {value}")
