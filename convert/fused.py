@@ -234,11 +234,13 @@ class _Model:
 
     def _reading(self, matrix: FloatArray, norm: str) -> FloatArray:
         """A matrix [outputs, hidden size] that reads the normalized hidden state, with the norm's weights in it."""
-        return (matrix * self._weights(norm)) @ self._rotation
+        turned: FloatArray = np.matmul(matrix * self._weights(norm), self._rotation, dtype=np.float32)
+        return turned
 
     def _writing(self, matrix: FloatArray) -> FloatArray:
         """A matrix [hidden size, inputs] that writes to the hidden state."""
-        return self._rotation.T @ matrix
+        turned: FloatArray = np.matmul(self._rotation.T, matrix, dtype=np.float32)
+        return turned
 
     def _product(
         self,
@@ -324,7 +326,7 @@ class _Model:
         all_logits, normalizers, chosen = [], [], []
         begin = 0
         for number, part in enumerate(np.array_split(matrix, N_HEAD_SLICES)):
-            turned = (part * norm) @ self._rotation
+            turned: FloatArray = np.matmul(part * norm, self._rotation, dtype=np.float32)
             self.prefix_logits[begin : begin + len(part)] = turned @ prefix
             logits = graph.node("Mul", [self._unscaled(f"head.{number}", rows, turned), rows.scales])
             log_softmax = graph.node("LogSoftmax", [logits], axis=-1)

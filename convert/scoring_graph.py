@@ -66,7 +66,11 @@ class Graph:
             nodes.append(helper.make_node("Concat", logits, ["logits"], "all_logits", axis=1))
             shape = ["n_targets", config["vocab_size"]]
             scores.append(helper.make_tensor_value_info("logits", TensorProto.FLOAT, shape))
-        tokens = {"input_ids": [1, "n"], "position_ids": [1, "n"], "targets": ["n_targets"]}
+        tokens: dict[str, list[str | int | None]] = {
+            "input_ids": [1, "n"],
+            "position_ids": [1, "n"],
+            "targets": ["n_targets"],
+        }
         inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name, shape in tokens.items()]
         past, present = _cache_values(config, "past_key_values", "p"), _cache_values(config, "present", "p_and_n")
         graph = helper.make_graph(nodes, "scoring", inputs + past, scores + present, list(self._constants.values()))

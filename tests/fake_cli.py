@@ -24,7 +24,7 @@ from metachunk_edge.types import FloatArray, TokenIds
 CONTEXT_LENGTH = 2_048
 
 
-def fake_model(_name: str = "") -> ModelFile:
+def fake_model(*_: object) -> ModelFile:
     return ModelFile(Path("fake.gguf"), "fake", None, "0" * 64)
 
 
@@ -68,9 +68,9 @@ def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def use_fake_model(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("metachunk_edge.chunker.find_model", fake_model)
+    patch.setattr("metachunk_edge.chunker.choose_model", fake_model)
     patch.setattr("metachunk_edge.chunker.load_backend", fake_backend)
-    patch.setattr("metachunk_edge.cli.find_model", fake_model)
+    patch.setattr("metachunk_edge.cli.choose_model", fake_model)
 
 
 def refuse_sockets(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ def products_model() -> bytes:
     graph = helper.make_graph([node], "products", [rows], [products], [weights])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.checker.check_model(model)
-    return model.SerializeToString()
+    content: bytes = model.SerializeToString()
+    return content
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from fake_cli import CONTEXT_LENGTH, child_environment, fake_backend, refuse_soc
 from metachunk_edge import DEFAULT_MODEL, Backend, Chunk, Chunker, ModelFile, Settings, __version__, catalogue, cli
 from metachunk_edge.backends.devices import gpu_devices
 from metachunk_edge.documents import RECORD_NAME
-from metachunk_edge.errors import BackendError, DownloadError
+from metachunk_edge.errors import BackendError, ConversionError, DownloadError
 
 CACHE = os.environ.get("METACHUNK_EDGE_CACHE")
 MODEL = "smollm2-135m-instruct"
@@ -261,7 +261,7 @@ def test_another_model_device_or_number_of_threads_makes_results_new(monkeypatch
     assert "1 skipped" in run(*arguments).stderr
     for changed in (("--device", "cpu"), ("--threads", "3")):
         assert "1 of 2" in run(*arguments, *changed).stderr
-    monkeypatch.setattr("metachunk_edge.cli.find_model", lambda _: ModelFile(Path("x"), "fake", None, "1" * 64))
+    monkeypatch.setattr("metachunk_edge.cli.choose_model", lambda *_: ModelFile(Path("x"), "fake", None, "1" * 64))
     assert "1 of 2" in run(*arguments, "--threads", "3").stderr
 
 
@@ -376,7 +376,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> Path:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was asked for")
 
-    for name in ("chunker.find_model", "chunker.load_backend", "cli.find_model"):
+    for name in ("chunker.choose_model", "chunker.load_backend", "cli.choose_model"):
         monkeypatch.setattr(f"metachunk_edge.{name}", refuse)
     return Path("a.scores")
 
@@ -502,7 +502,10 @@ def test_a_model_file_has_a_path_and_a_checksum() -> None:
     assert re.fullmatch(rf"tiny: [0-9a-f]{{64}}  {path}\n", result.stdout)
 
 
-def test_pulling_prints_the_path_alone_on_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pulled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A download that succeeds, and what it says on stderr."""
+
     def pull(name: str, *, on_progress: Any) -> ModelFile:
         for done in range(3):
             on_progress("downloading", done * 10**6, 2 * 10**6)
@@ -510,13 +513,38 @@ def test_pulling_prints_the_path_alone_on_standard_output(monkeypatch: pytest.Mo
         return ModelFile(Path("/cache") / name, name, "Q4", "0" * 64)
 
     monkeypatch.setattr("metachunk_edge.cli.pull", pull)
-    result = run("models", "pull", MODEL)
+    monkeypatch.setattr("metachunk_edge.cli.open_converted", lambda _: None)
+    return ["downloading (2 MB)", "checking the sha256 (2 MB)", f"{MODEL}: SHA-256 is right ({'0' * 64})."]
+
+
+def test_pulling_prints_the_path_alone_on_standard_output(pulled: list[str]) -> None:
+    result = run("models", "pull", MODEL, "--no-fast")
     assert result.stdout == f"/cache/{MODEL}\n"
-    assert result.stderr.splitlines() == [
-        "downloading (2 MB)",
-        "checking the sha256 (2 MB)",
-        f"{MODEL}: SHA-256 is right ({'0' * 64}).",
-    ]
+    assert result.stderr.splitlines() == pulled
+
+
+def test_pulling_makes_the_fast_mode_once(pulled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def convert(source: str, *, precision: str, name: str, on_progress: Any) -> None:
+        on_progress("Building", 0, 1)
+        made.append((source, precision, name))
+
+    monkeypatch.setattr("metachunk_edge.cli.convert_model", convert)
+    assert run("models", "pull", MODEL).stderr.splitlines() == [*pulled, "fast mode: Building …"]
+    monkeypatch.setattr("metachunk_edge.cli.open_converted", lambda _: "there it is")
+    assert run("models", "pull", MODEL).stderr.splitlines() == pulled
+    assert made == [(MODEL, "int8_fused", f"{MODEL}-int8_fused")]
+
+
+def test_a_model_without_a_fast_mode_is_pulled_with_a_note(pulled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(*_: Any, **__: Any) -> None:
+        raise ConversionError("only Qwen2 models are converted.")
+
+    monkeypatch.setattr("metachunk_edge.cli.convert_model", convert)
+    result = run("models", "pull", MODEL)
+    note = f"Note: no fast mode of {MODEL}: only Qwen2 models are converted."
+    assert (result.exit_code, result.stderr.splitlines()) == (0, [*pulled, note])
 
 
 def test_a_download_that_fails_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

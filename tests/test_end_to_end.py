@@ -18,6 +18,7 @@ from strategies import HOSTILE
 
 from metachunk_edge import Chunk, Chunker, Settings
 from metachunk_edge.backends.base import Backend
+from metachunk_edge.modes import Mode, choose_model
 
 ENGLISH = (DATA / "origin_of_species.txt").read_text(encoding="utf-8")[:1_400]
 CHINESE = (DATA / "kong_yiji.txt").read_text(encoding="utf-8")[:200]
@@ -52,20 +53,23 @@ def folder(tmp_path: Path, default_backend: Backend) -> Path:
     return tmp_path
 
 
-def test_json_lines_of_two_documents_from_the_default_model(folder: Path) -> None:
-    lines = command("chunk", "english.txt", "中文.txt", "--max-size", "120", folder=folder).splitlines()
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_json_lines_of_two_documents_from_the_default_model(mode: Mode, folder: Path) -> None:
+    model = choose_model(DEFAULT_MODEL, mode)
+    arguments = ("chunk", "english.txt", "中文.txt", "--max-size", "120", "--mode", mode)
+    lines = command(*arguments, folder=folder).splitlines()
     chunks = [json.loads(line) for line in lines]
     for name, text in (("english.txt", ENGLISH), ("中文.txt", CHINESE)):
         own = [chunk for chunk in chunks if chunk["source"] == name]
         check(text, own, 120)
         assert len(own) > 1
         assert [chunk["boundary_strength"] is None for chunk in own] == [True, *[False] * (len(own) - 1)]
-        assert all(chunk["model"] == f"{DEFAULT_MODEL}@1d9614638d18" for chunk in own)
+        assert all(chunk["model"] == f"{model.name}@{model.sha256[:12]}" for chunk in own)
 
 
 def test_json_from_the_default_model_says_which_model_and_settings(folder: Path) -> None:
     found = json.loads(command("chunk", "中文.txt", "--format", "json", "--max-size", "60", folder=folder))
-    assert found["model"]["name"] == DEFAULT_MODEL
+    assert found["model"]["name"] == choose_model(DEFAULT_MODEL).name
     assert len(found["model"]["sha256"]) == 64
     assert found["settings"]["max_size"] == 60
     check(CHINESE, found["documents"][0]["chunks"], 60)
