@@ -153,8 +153,6 @@ def test_the_command_converts_shows_progress_and_prints_the_folder(tiny_checkpoi
 def test_an_unknown_precision_says_which_there_are(tiny_checkpoint: Path, tmp_path: Path) -> None:
     sentence = r"precision must be one of f32, .*q4_0, float32, .*int4, int8_fused, got 'q2'"
     with pytest.raises(SettingsError, match=sentence):
-        SettingsError, match=r"precision must be one of f32, .*q4_0, float32, .*int4, int8_fused, got 'q2'"
-    ):
         convert(tiny_checkpoint, tmp_path / "out", "q2")
 
 
