@@ -6,7 +6,10 @@ Goes in: documents and a place for the results. Comes out: a report, and sentenc
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +26,11 @@ __all__ = ["Batch", "BatchReport", "ChunkCount", "DirectorySink", "Listener", "S
 
 _SHORT_CHARACTERS = 2_048  # a document up to this length may share a batch with others
 _SHORT_AT_ONCE = 64
+_AHEAD = 4  # documents per worker whose results may wait
+
+
+class _StoppedError(Exception):
+    """The run has ended before this document."""
 
 
 class Listener(Protocol):
@@ -177,16 +185,22 @@ class DirectorySink:
 class Batch:
     """Works through documents.
 
-    `load` is called when the first document needs the model, so that a run with nothing to do loads none.
+    `load` is called when the first document needs the model, so that a run with nothing to do loads none. With several
+    `workers`, so many documents are read at the same time, in threads that share the model, and their results are kept
+    until those of the documents before them are written.
     """
 
     load: Callable[[], Chunker]
     sink: StreamSink | DirectorySink
     listener: Listener
     encoding: str | None = None
+    workers: int = 1
     report: BatchReport = field(default_factory=BatchReport)
     _chunker: Chunker | None = None
     _short: list[tuple[Document, DocumentFacts, str]] = field(default_factory=list)
+    _at_work: deque[tuple[Document, DocumentFacts, Future[list[Chunk]]]] = field(default_factory=deque)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_stopped: bool = False
 
     def run(self, found: Iterable[Document | DocumentError]) -> BatchReport:
         """Chunk all documents, in order. Whatever concerns one document only goes to the listener.
@@ -196,26 +210,40 @@ class Batch:
             DeviceError: there is no such device.
             SettingsError: the encoding is unknown.
         """
-        for document in found:
-            if isinstance(document, DocumentError):
-                self._failed(document)
-                continue
+        with ThreadPoolExecutor(self.workers) as pool:
             try:
-                self._take(document)
-            except DocumentError as error:
-                self._failed(error)
-        self._finish_short()
+                for document in found:
+                    self._take_or_report(document, pool)
+                self._finish_waiting()
+            finally:
+                self._is_stopped = True  # Ctrl-C: what the workers are at ends with its next block
+                pool.shutdown(cancel_futures=True)
         return self.report
 
-    def _take(self, document: Document) -> None:
+    def _take_or_report(self, document: Document | DocumentError, pool: ThreadPoolExecutor) -> None:
+        try:
+            if isinstance(document, DocumentError):
+                raise document
+            self._take(document, pool)
+        except DocumentError as error:
+            if self.workers > 1:
+                self._finish_waiting()  # problems, too, are told in the order of the documents
+            self._failed(error)
+
+    def _take(self, document: Document, pool: ThreadPoolExecutor) -> None:
         if document.path is None:
-            self._finish_short()
+            self._finish_waiting()
             self._write(document, None, read_document(document, encoding=self.encoding))
             return
         facts = check_document(document, encoding=self.encoding)
         if self.sink.has(document, facts.sha256):
             self.report.n_skipped += 1
             self._progress(0, facts.n_bytes)
+        elif self.workers > 1:
+            self._loaded()  # by this thread, whose errors end the run
+            self._at_work.append((document, facts, pool.submit(self._chunk, document, facts)))
+            if len(self._at_work) > _AHEAD * self.workers:
+                self._finish_first()
         elif facts.n_characters <= _SHORT_CHARACTERS:
             text = "".join(read_document(document, encoding=self.encoding))
             self._short.append((document, facts, text))
@@ -224,6 +252,34 @@ class Batch:
         else:
             self._finish_short()
             self._write(document, facts, read_document(document, encoding=self.encoding))
+
+    def _finish_waiting(self) -> None:
+        """Write the results of all documents that were taken."""
+        self._finish_short()
+        while self._at_work:
+            self._finish_first()
+
+    def _chunk(self, document: Document, facts: DocumentFacts) -> list[Chunk]:
+        """What a worker does."""
+        on_tokens = progress_in_bytes(self._progress, facts)
+
+        def on_tokens_unless_stopped(n_tokens: int, character: int) -> None:
+            if self._is_stopped:
+                raise _StoppedError
+            on_tokens(n_tokens, character)
+
+        pieces = read_document(document, encoding=self.encoding)
+        return list(self._loaded().chunk_iter(pieces, on_tokens=on_tokens_unless_stopped))
+
+    def _finish_first(self) -> None:
+        """Write the result of the document that was taken first, once it is there."""
+        document, facts, result = self._at_work.popleft()
+        try:
+            self._put(document, facts, result.result())
+        except DocumentError as error:
+            self._failed(error)
+        except BackendError as error:
+            self._failed(DocumentError(f"{document.source}: {error}"))
 
     def _finish_short(self) -> None:
         """Chunk the short documents that have gathered, in shared batches."""
@@ -265,8 +321,9 @@ class Batch:
             self.listener.on_note(note)
 
     def _progress(self, n_tokens: int, n_bytes: int) -> None:
-        self.report.n_tokens += n_tokens
-        self.listener.on_progress(n_tokens, n_bytes)
+        with self._lock:
+            self.report.n_tokens += n_tokens
+            self.listener.on_progress(n_tokens, n_bytes)
 
     def _loaded(self) -> Chunker:
         if self._chunker is None:

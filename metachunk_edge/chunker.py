@@ -77,6 +77,7 @@ class Chunker:
         mode: Mode = "auto",
         device: Device = "auto",
         threads: int | None = None,
+        workers: int = 1,
     ) -> Chunker:
         """Load a model and return its chunker.
 
@@ -87,6 +88,7 @@ class Chunker:
             mode: of a model of the catalogue; see `modes.Mode`.
             device: see `backends.load_backend`.
             threads: CPU threads; None: one per physical core that this process may use.
+            workers: how many documents will be read at the same time, in threads of yours; they share the CPU threads.
 
         Raises:
             ModelNotFoundError: there is no such model, or it is not downloaded.
@@ -96,7 +98,11 @@ class Chunker:
         """
         settings = settings or Settings()
         backend = load_backend(
-            choose_model(model, mode, device), device=device, threads=threads, context_length=settings.context_length
+            choose_model(model, mode, device),
+            device=device,
+            threads=threads,
+            workers=workers,
+            context_length=settings.context_length,
         )
         return cls(backend, settings)
 

@@ -221,6 +221,7 @@ def main(context: click.Context) -> None:
 @click.option(
     "--glob", "patterns", multiple=True, help=f"Files to take from directories. [default: {' '.join(TEXT_PATTERNS)}]"
 )
+@click.option("--workers", type=int, default=1, show_default=True, help="Documents read at once; they share --threads.")
 @_model_options
 @click.pass_context
 def chunk_command(context: click.Context, /, inputs: tuple[str, ...], scores_path: Path | None, **options: Any) -> None:
@@ -235,6 +236,8 @@ def chunk_command(context: click.Context, /, inputs: tuple[str, ...], scores_pat
         return
     if options["resume"] and options["output_dir"] is None:
         raise SettingsError("--resume needs --output-dir, where complete results can be found")
+    if options["workers"] < 1:
+        raise SettingsError(f"workers must be at least 1, got {options['workers']}")
     if options["output"] is not None and options["output_dir"] is not None:
         raise SettingsError("--output and --output-dir exclude each other: leave one of them out")
     found = list(find_documents(inputs, patterns=options["patterns"] or TEXT_PATTERNS))
@@ -246,8 +249,9 @@ def chunk_command(context: click.Context, /, inputs: tuple[str, ...], scores_pat
 
 
 def _load(options: dict[str, Any], settings: Settings) -> Chunker:
-    names = ("mode", "device", "threads")
-    return Chunker.from_pretrained(options["model"], settings, **{name: options[name] for name in names})
+    names = ("mode", "device", "threads", "workers")
+    chosen = {name: options[name] for name in names if name in options}
+    return Chunker.from_pretrained(options["model"], settings, **chosen)
 
 
 def _run(
@@ -266,15 +270,16 @@ def _run(
             output_format,
             settings=settings,
             fingerprint=settings.fingerprint(
-                made_with | {name: options[name] for name in ("device", "threads", "encoding")}
+                made_with | {name: options[name] for name in ("device", "threads", "workers", "encoding")}
             ),
             resume=options["resume"],
             inputs=frozenset(map(_resolved, inputs)),
         )
-        return Batch(load, sink, console, encoding=options["encoding"]).run(found)
+        return Batch(load, sink, console, encoding=options["encoding"], workers=options["workers"]).run(found)
     with _opened(output, inputs) as file:
         writer = Writer(file, output_format, settings=settings.as_dict(), can_cut_back=file is not sys.stdout)
-        report = Batch(load, StreamSink(writer), console, encoding=options["encoding"]).run(found)
+        batch = Batch(load, StreamSink(writer), console, encoding=options["encoding"], workers=options["workers"])
+        report = batch.run(found)
         writer.close()
     return report
 

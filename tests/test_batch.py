@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -487,3 +488,96 @@ def test_scores_of_a_batch_are_those_of_each_document_alone() -> None:
     chunks = list(Chunker(backend, SETTINGS).chunk_many(texts))
     assert chunks == [alone(text) for text in texts]
     assert np.max(backend.packed) > 1
+
+
+# Several documents at a time
+
+
+class WaitingBackend(FakeBackend):
+    """Counts the sessions that were ever opened, and how many are open at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer = RefusingTokenizer()
+        self.n_opened = self.n_open = self.most_open = 0
+
+    def open_session(self) -> Any:
+        self.n_opened += 1
+        self.n_open += 1
+        self.most_open = max(self.most_open, self.n_open)
+        time.sleep(0.002)  # so that others get their turn
+        self.n_open -= 1
+        return super().open_session()
+
+
+def many(folder: Path) -> list[Path]:
+    paths = [folder / f"{number:03}.txt" for number in range(40)]
+    for number, path in enumerate(paths):
+        path.write_text("POISON" if number == 20 else f"Text {number}. " + "It goes on and on. " * (number % 7 * 10))
+    paths[5].write_bytes(b"\xff\xfe\xfd")
+    paths.insert(30, folder / "missing.txt")
+    return paths
+
+
+def run_workers(paths: list[Path], out: Path, workers: int) -> tuple[Heard, BatchReport, WaitingBackend]:
+    heard, backend = Heard(), WaitingBackend()
+    with new_file(out) as file:
+        writer = Writer(file, "jsonl", settings=SETTINGS.as_dict(), can_cut_back=True)
+        found = find_documents([str(path) for path in paths])
+        batch = Batch(lambda: Chunker(backend, SETTINGS), StreamSink(writer), heard, workers=workers)
+        report = batch.run(found)
+        writer.close()
+    return heard, report, backend
+
+
+def test_workers_write_what_one_alone_writes_in_the_same_order(tmp_path: Path) -> None:
+    paths = many(tmp_path)
+    one, one_report, _ = run_workers(paths, tmp_path / "one.jsonl", 1)
+    several, report, backend = run_workers(paths, tmp_path / "several.jsonl", 3)
+    assert (tmp_path / "several.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert sorted(several.problems) == sorted(one.problems)
+    assert (several.notes, several.n_tokens, several.n_bytes) == (one.notes, one.n_tokens, one.n_bytes)
+    assert report == one_report
+    assert report.n_failed == 3
+    assert 1 < backend.most_open <= 3
+
+
+def test_workers_wait_when_results_do_not_get_written(tmp_path: Path) -> None:
+    backend = WaitingBackend()
+    paths = [path for path in many(tmp_path) if path.exists()]
+
+    class SlowSink(StreamSink):
+        def write(self, *arguments: Any) -> None:
+            if not seen:
+                time.sleep(0.2)
+                seen.append(backend.n_opened)
+            super().write(*arguments)
+
+    seen: list[int] = []
+    with new_file(tmp_path / "out.jsonl") as file:
+        writer = Writer(file, "jsonl", settings=SETTINGS.as_dict(), can_cut_back=True)
+        Batch(lambda: Chunker(backend, SETTINGS), SlowSink(writer), Heard(), workers=2).run(
+            find_documents([str(path) for path in paths])
+        )
+        writer.close()
+    assert seen[0] <= 2 * 4 + 1
+
+
+def test_an_interrupt_stops_the_workers_at_their_next_block(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.txt" for number in range(6)]
+    for path in paths:
+        path.write_text(LONG * 20)
+    paths[0].write_text(SHORT)
+
+    class InterruptedSink(StreamSink):
+        def write(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    heard = Heard()
+    with new_file(tmp_path / "out.jsonl") as file, pytest.raises(KeyboardInterrupt):
+        sink = InterruptedSink(Writer(file, "jsonl", settings=SETTINGS.as_dict()))
+        Batch(lambda: Chunker(FakeBackend(), SETTINGS), sink, heard, workers=2).run(
+            find_documents([str(path) for path in paths])
+        )
+    whole = sum(len(path.read_bytes()) for path in paths)
+    assert heard.n_bytes < whole / 2

@@ -786,3 +786,12 @@ def test_a_result_from_another_encoding_is_not_kept(tmp_path: Path) -> None:
     for encoding, text in (("latin-1", "Ïðèâåò, ìèð."), ("cp1251", "Привет, мир.")):
         run("chunk", "ru.txt", "-d", str(tmp_path / "out"), "--encoding", encoding, "--resume")
         assert text in (tmp_path / "out" / "ru.txt.jsonl").read_text("utf-8")
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_workers_change_nothing_but_the_time(tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / f"w{number}.txt").write_text(f"Text {number}. " * 30, encoding="utf-8")
+    names = [f"w{number}.txt" for number in range(6)]
+    assert run("chunk", *names, "--workers", "3").stdout == run("chunk", *names).stdout
+    assert fails("chunk", *names, "--workers", "0") == "workers must be at least 1, got 0"

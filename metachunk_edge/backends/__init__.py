@@ -19,7 +19,12 @@ Device = Literal["auto", "cpu", "gpu", "cuda", "directml", "coreml", "webgpu", "
 
 
 def load_backend(
-    model: ModelFile, *, device: Device = "auto", threads: int | None = None, context_length: int = 2_048
+    model: ModelFile,
+    *,
+    device: Device = "auto",
+    threads: int | None = None,
+    workers: int = 1,
+    context_length: int = 2_048,
 ) -> Backend:
     """Load a model file into the engine that runs it.
 
@@ -29,10 +34,11 @@ def load_backend(
             others name the way to it: "cuda", "vulkan" or "metal" for GGUF files; "cuda", "directml", "coreml" or
             "webgpu" for ONNX models, which take the last two on request only.
         threads: CPU threads; None: one per physical core that this process may use.
+        workers: how many sessions will be in use at the same time; they share the CPU threads.
         context_length: how many entries the KV cache holds.
 
     Raises:
-        SettingsError: the device is unknown, or `threads` is below 1.
+        SettingsError: the device is unknown, or `threads` or `workers` is below 1.
         ModelFileError: the engine cannot load the file.
         DeviceError: the device was asked for and there is none.
         MissingExtraError: an ONNX model, and the extra `onnx` is not installed.
@@ -41,6 +47,11 @@ def load_backend(
         raise SettingsError(f"device must be one of {', '.join(get_args(Device))}, got {device!r}")
     if threads is not None and threads < 1:
         raise SettingsError(f"threads must be at least 1, got {threads}")
+    from metachunk_edge.backends.devices import default_threads
+
+    if workers < 1:
+        raise SettingsError(f"workers must be at least 1, got {workers}")
+    threads = max(1, (threads or default_threads()) // workers)
     if model.format == "onnx":
         from metachunk_edge.backends.ort import OnnxBackend
 

@@ -11,6 +11,7 @@ import json
 import threading
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
 from types import TracebackType
@@ -112,7 +113,6 @@ class OnnxBackend:
                 f"context_length must be at most {self.position_limit} for {model.name}, got {context_length}"
             )
         self.rotary_base = float(config["rope_theta"])
-        self.tokenizer = HuggingFaceTokenizer(model.path.parent, name=model.name)
         self._lock = threading.Lock()
         self.prefix = _prefix(model.path.parent)
         is_long_enough = context_length >= 2 * FUSED_BLOCK_SIZE + N_SINKS
@@ -122,7 +122,10 @@ class OnnxBackend:
                 f"The model {model.name} needs a processor with 8-bit dot products (VNNI on Intel and AMD), which this "
                 "one lacks: use a GGUF model."
             )
-        self.engine = self._load_engine()
+        with ThreadPoolExecutor(1) as pool:  # of a cold start, the tokenizer is the larger half
+            tokenizer = pool.submit(HuggingFaceTokenizer, model.path.parent, model.name)
+            self.engine = self._load_engine()
+            self.tokenizer = tokenizer.result()
         if self._device != "cpu":
             self._check_device()
 
