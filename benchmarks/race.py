@@ -84,6 +84,7 @@ def _rows(checkpoint: Path, peers: Path, folder: Path) -> dict[str, Callable[[in
         "100,000 tokens": lambda _repeats: _long_document(folder),
         "200 short documents": lambda repeats: _short_documents(repeats),
         "two processes": lambda repeats: _two_processes(folder, repeats),
+        "two workers": lambda repeats: _two_workers(repeats),
         "cold start": lambda repeats: _cold_start(folder, repeats),
     }
 
@@ -226,6 +227,26 @@ def _two_processes(folder: Path, repeats: int) -> dict[str, Any]:
         return {"tokens_per_second": _run([*command, "2"])["tokens_per_second"]}
 
     return _in_turns(ours, theirs, repeats, {"tokens_per_second": "ours / theirs"})
+
+
+def _two_workers(repeats: int) -> dict[str, Any]:
+    """Four documents, two at a time with a thread each, against one after the other with two threads."""
+    together, alone = (Chunker(load_backend(find_model(FAST), threads=2, workers=workers)) for workers in (2, 1))
+    texts = [text_of(1_500, MODEL)] * 4
+    n_tokens = 4 * 1_500
+
+    def ours() -> Values:
+        with ThreadPoolExecutor(2) as pool:
+            return {"tokens_per_second": n_tokens / _seconds(lambda: list(pool.map(_chunked(together), texts)))}
+
+    def theirs() -> Values:
+        return {"tokens_per_second": n_tokens / _seconds(lambda: list(map(_chunked(alone), texts)))}
+
+    return _in_turns(ours, theirs, repeats, {"tokens_per_second": "ours / theirs"})
+
+
+def _chunked(chunker: Chunker) -> Callable[[str], object]:
+    return lambda text: list(chunker.chunk_iter([text]))
 
 
 def _cold_start(folder: Path, repeats: int) -> dict[str, Any]:

@@ -353,10 +353,6 @@ def rotation(size: int) -> FloatArray:
     """An orthogonal matrix, float32 [size, size], no entry of which is larger than sqrt(2 / size).
 
     It is a discrete cosine transform behind a random but fixed choice of signs.
-
-    >>> turn = rotation(6)
-    >>> np.allclose(turn @ turn.T, np.eye(6), atol=1e-6)
-    True
     """
     frequencies, places = np.arange(size)[:, None], np.arange(size) + 0.5
     transform = np.sqrt(2 / size) * np.cos(np.pi / size * frequencies * places)
@@ -367,11 +363,7 @@ def rotation(size: int) -> FloatArray:
 
 
 def quantized(matrix: FloatArray) -> tuple[Any, FloatArray]:
-    """Return int8 [inputs, outputs] and the scale of each output, float32 [outputs], of a matrix [outputs, inputs].
-
-    >>> quantized(np.array([[0.5, -1.0], [0.0, 0.0]], np.float32))[0].tolist()
-    [[64, 0], [-127, 0]]
-    """
+    """Return a matrix [outputs, inputs] as int8 [inputs, outputs], and the scale of each output, float32 [outputs]."""
     scales = np.abs(matrix).max(axis=1) / np.float32(127)
     scales[scales == 0] = 1
     return np.rint(matrix / scales[:, None]).astype(np.int8).T, scales

@@ -72,6 +72,23 @@ def test_without_quantization_the_graph_is_the_model(
     assert parity.identical_chunks == 1
 
 
+def test_the_rotation_is_orthogonal_and_spreads_a_single_feature_evenly() -> None:
+    from metachunk_edge.convert.fused import rotation
+
+    for size in (7, 64, 896):
+        turn = rotation(size)
+        np.testing.assert_allclose(turn @ turn.T, np.eye(size), atol=1e-5)
+        assert np.abs(turn).max() <= np.sqrt(2 / size) + 1e-6
+
+
+def test_weights_are_rounded_to_127_steps_of_each_output() -> None:
+    from metachunk_edge.convert.fused import quantized
+
+    integers, scales = quantized(np.array([[0.5, -1.0], [0.0, 0.0]], np.float32))
+    assert (integers.dtype, integers.tolist()) == (np.int8, [[64, 0], [-127, 0]])
+    np.testing.assert_allclose(scales, [1 / 127, 1], rtol=1e-6)
+
+
 def test_the_first_token_is_scored_in_float32(fused_backend: Backend, reference_backend: Backend) -> None:
     prefix = np.array([fused_backend.tokenizer.prefix_id], np.int32)
     for target in (1, 77, 400):
