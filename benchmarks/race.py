@@ -196,7 +196,7 @@ def _long_document(folder: Path) -> dict[str, Any]:
 def _short_documents(repeats: int) -> dict[str, Any]:
     """200 documents of 50 to 300 tokens, against one long document of as many tokens."""
     chunker = Chunker(load_backend(find_model(FAST)))
-    whole = _speech(12_000, chunker.backend)
+    whole = _speech(10_000, chunker.backend)
     offsets = encode(whole, chunker.backend.tokenizer).offsets
     lengths = np.random.default_rng(0).integers(50, 301, 200)
     starts = np.random.default_rng(1).integers(0, len(offsets) - 301, 200)

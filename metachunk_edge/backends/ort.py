@@ -233,7 +233,8 @@ class OnnxSession:
         kept = (self._positions < N_SINKS) | (self._positions >= keep_from)
         if not kept.all():
             self._positions = self._positions[kept]
-            self._cache = {name: values[:, :, kept] for name, values in self._cache.items()}
+            for name in self._cache:  # one at a time, so that there are never two whole caches
+                self._cache[name] = self._cache[name][:, :, kept]
         if shift:
             n_sinks = int((self._positions < N_SINKS).sum())
             self._positions[n_sinks:] -= shift
