@@ -250,7 +250,7 @@ class OnnxSession:
             return self._compute(engine, outputs, ids, targets, position)
         self._positions = np.zeros(1, np.int64)
         self._cache = dict(zip(self._shapes, prefix.cache, strict=True))
-        known = prefix.score(targets[: len(targets) - len(ids) + 1])  # at most the first target stands behind it
+        known = prefix.score(targets[:1] if len(targets) == len(ids) else targets[:0])  # what stands right behind it
         if len(ids) == 1:
             return known[: len(outputs)]
         rest = self._compute(engine, outputs, ids[1:], targets[len(known[0]) :], position=1)
