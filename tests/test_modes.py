@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
+from conftest import DATA
 
 from metachunk_edge import ModelFile, ModelNotFoundError, SettingsError, modes
 from metachunk_edge.backends import ort
@@ -62,6 +64,6 @@ def test_the_exact_model_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_packaged_product_is_the_one_that_the_script_makes() -> None:
     pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
-    from make_products import products_model
+    make = runpy.run_path(str(DATA / "make_products.py"))["products_model"]
 
-    assert Path(ort.__file__).with_name("products.onnx").read_bytes() == products_model()
+    assert Path(ort.__file__).with_name("products.onnx").read_bytes() == make()

@@ -1,4 +1,4 @@
-"""Makes metachunk_edge/backends/products.onnx: `python tests/make_products.py FILE`."""
+"""Makes metachunk_edge/backends/products.onnx: `python tests/data/make_products.py FILE`."""
 
 from __future__ import annotations
 
