@@ -2,8 +2,8 @@
 
     python -m benchmarks.windows --model qwen2.5-coder-0.5b-instruct-int8_fused --tokens 6144
 
-Of a speech, a meeting and a collection of passages, the tokens beyond the longest window are compared, so that every row is about the
-same ones. Prints a Markdown table.
+Of a speech, a meeting and a collection of passages, the tokens beyond the longest window are compared, so that every
+row is about the same ones. Prints a Markdown table.
 """
 
 from __future__ import annotations
