@@ -73,6 +73,7 @@ def test_without_quantization_the_graph_is_the_model(
 
 
 def test_the_rotation_is_orthogonal_and_spreads_a_single_feature_evenly() -> None:
+    pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
     from metachunk_edge.convert.fused import rotation
 
     for size in (7, 64, 896):
@@ -82,6 +83,7 @@ def test_the_rotation_is_orthogonal_and_spreads_a_single_feature_evenly() -> Non
 
 
 def test_weights_are_rounded_to_127_steps_of_each_output() -> None:
+    pytest.importorskip("onnx", reason="the extra `onnx` is not installed")
     from metachunk_edge.convert.fused import quantized
 
     integers, scales = quantized(np.array([[0.5, -1.0], [0.0, 0.0]], np.float32))
