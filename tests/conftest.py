@@ -11,7 +11,7 @@ import pytest
 from tiny import make_tiny_checkpoint, tiny_tolerance
 
 from metachunk_edge import Chunker, FakeBackend, ModelNotFoundError, Settings, find_model
-from metachunk_edge.backends import load_backend
+from metachunk_edge.backends import load_backend, ort
 from metachunk_edge.backends.base import Backend
 from metachunk_edge.cache import ModelFile
 
@@ -29,6 +29,12 @@ def real_backend(name: str) -> Backend:
         if "REQUIRE_MODELS" in os.environ:  # as `make test` has it: there, a skip would be a silent pass
             raise
         pytest.skip(f"the model {name} is not downloaded: run `metachunk-edge models pull {name}`")
+
+
+def require_exact_products() -> None:
+    """Skip where the fast mode refuses to run."""
+    if not ort.multiplies_integers_exactly():
+        pytest.skip("this processor has no 8-bit dot products (VNNI), which the fast mode needs")
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +73,8 @@ def tiny_model(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
     @cache
     def convert(precision: str) -> ModelFile:
+        if precision == "int8_fused":
+            require_exact_products()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("metachunk_edge.convert.verify.tolerance_of", tiny_tolerance)
             return convert_model(tiny_checkpoint, folder / precision, precision=precision, name="tiny", threads=1)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import regex
-from conftest import DATA, DEFAULT_MODEL
+from conftest import DATA, DEFAULT_MODEL, require_exact_products
 from strategies import HOSTILE
 
 from metachunk_edge import Chunk, Chunker, Settings
@@ -55,6 +55,8 @@ def folder(tmp_path: Path, default_backend: Backend) -> Path:
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])
 def test_json_lines_of_two_documents_from_the_default_model(mode: Mode, folder: Path) -> None:
+    if mode == "fast":
+        require_exact_products()
     model = choose_model(DEFAULT_MODEL, mode)
     arguments = ("chunk", "english.txt", "中文.txt", "--max-size", "120", "--mode", mode)
     lines = command(*arguments, folder=folder).splitlines()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import require_exact_products
 
 from metachunk_edge import ConversionError, ModelFileError, Settings
 from metachunk_edge.backends import load_backend
@@ -30,6 +31,7 @@ def unquantized(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     from metachunk_edge.convert import fused
     from metachunk_edge.convert.checkpoint import Checkpoint
 
+    require_exact_products()
     folder = tmp_path_factory.mktemp("unquantized")
     for name in ("config.json", "tokenizer.json"):
         shutil.copyfile(tiny_checkpoint / name, folder / name)
@@ -148,6 +150,7 @@ def test_a_damaged_prefix_file_is_one_sentence(tiny_model: Callable[[str], Model
 @pytest.fixture
 def gguf_without_pytorch(tiny_model: Callable[[str], ModelFile], monkeypatch: pytest.MonkeyPatch) -> ModelFile:
     """A GGUF file in an installation without the extra `convert`."""
+    require_exact_products()
     made_before = tiny_model("q8_0")
     for name in list(sys.modules):
         if name.split(".")[0] in ("torch", "transformers", "optimum"):
@@ -180,6 +183,7 @@ def test_a_fused_model_that_is_far_from_its_file_is_refused(
     from metachunk_edge import convert_model
     from metachunk_edge.convert import fused
 
+    require_exact_products()
     monkeypatch.setattr("metachunk_edge.convert.verify.tolerance_of", tiny_tolerance)
     monkeypatch.setattr(fused._Model, "_writing", lambda _model, matrix: matrix)  # a rotation that is forgotten
     with pytest.raises(ConversionError, match="too far from the file it was made from"):

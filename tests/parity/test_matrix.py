@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from conftest import DEFAULT_MODEL
+from conftest import DEFAULT_MODEL, require_exact_products
 from tiny import tiny_tolerance
 
 from metachunk_edge import ModelFile, ModelNotFoundError, Settings, find_model
@@ -171,6 +171,7 @@ def misread_model(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
         target.mkdir()
         if precision in ONNX:
             if precision == "int8_fused":
+                require_exact_products()
                 checkpoint = Checkpoint(source)
                 prefix_id = HuggingFaceTokenizer(source, "misread").prefix_id
                 write_fused(checkpoint.config, checkpoint.tensor, prefix_id, target)
