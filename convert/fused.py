@@ -2,7 +2,7 @@
 
 The same function as the exported graph of `onnx.py`, in fewer and faster operators: attention with its KV cache and
 rotary embedding is one node, so is each normalization with its residual, and the products run on 8-bit integers. What
-keeps their errors small costs nothing while the model runs:
+keeps their errors small costs little or nothing while the model runs:
 
 - **Rotation.** A few features of the hidden state are up to a hundred times the others, and one scale for a row of
   activations then wastes its steps on them. All matrices that read or write the hidden state are turned by one
@@ -32,6 +32,7 @@ from onnx import TensorProto
 from metachunk_edge.backends.ort import PREFIX_FILE
 from metachunk_edge.convert.architecture import is_tied
 from metachunk_edge.convert.scoring_graph import Graph
+from metachunk_edge.errors import ConversionError
 from metachunk_edge.types import FloatArray
 
 __all__ = ["RECIPE", "recipe", "write_fused"]
@@ -61,7 +62,7 @@ RECIPE = {
     "down": Quantization(2, 16),
     "head": Quantization(1, 8),
 }
-"""Chosen by measurement: see benchmarks/README.md."""
+"""Chosen by measurement: see benchmarks/speed.md. `gate_up` must be one group: its scales are put off."""
 
 
 def recipe() -> dict[str, Any]:
@@ -83,7 +84,13 @@ def write_fused(config: Mapping[str, Any], weights: Weights, prefix_id: int, fol
         weights: see `Weights`; each tensor is asked for once.
         prefix_id: the token that stands before every text.
         folder: must exist. Memory: the largest matrix in float32, three times.
+
+    Raises:
+        ConversionError: a size is odd, and its columns cannot be cut into two groups.
     """
+    for key in ("hidden_size", "intermediate_size"):
+        if config[key] % 2:
+            raise ConversionError(f"{key} must be even for int8_fused, got {config[key]}: choose int8.")
     with (folder / "model.onnx.data").open("wb") as data:
         graph = Graph(data)
         model = _Model(config, weights, prefix_id, graph)

@@ -128,6 +128,15 @@ def test_the_manifest_says_how_the_model_is_quantized(tiny_model: Callable[[str]
     assert manifest["quantization"]["products"]["down"]["activation_bits"] == 16
 
 
+def test_an_odd_size_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    from metachunk_edge.convert.checkpoint import Checkpoint
+    from metachunk_edge.convert.fused import write_fused
+
+    checkpoint = Checkpoint(tiny_checkpoint)
+    with pytest.raises(ConversionError, match="intermediate_size must be even for int8_fused, got 7: choose int8"):
+        write_fused({**checkpoint.config, "intermediate_size": 7}, checkpoint.tensor, 0, tmp_path)
+
+
 def test_the_same_weights_give_the_same_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
     from metachunk_edge.convert.checkpoint import Checkpoint
     from metachunk_edge.convert.fused import write_fused
